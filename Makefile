@@ -1,0 +1,35 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.stamp
+
+.PHONY: run test acceptance clean
+
+# Train the built-in example: parameters, gradients and optimizer states in swap files.
+run: $(STAMP)-run
+	$(BIN)/offload train
+
+test: $(STAMP)-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not acceptance and not gpu"
+
+acceptance: $(STAMP)-test
+	$(BIN)/python -m pytest -m "acceptance and not gpu" --timeout 3600
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP)-run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -q -c constraints.txt -e .
+	touch $@
+
+$(STAMP)-test: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -q -c constraints.txt -e '.[test,hf]'
+	touch $@ $(STAMP)-run

@@ -1,0 +1,279 @@
+"""Every key of the configuration, its type, its default and its meaning.
+
+The models are frozen and refuse unknown keys. ``"auto"`` stays ``"auto"`` here: the planner resolves it later against
+the model and the machine. Sizes are bytes once parsed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from offload.config.describe import problems_of
+from offload.config.errors import ConfigError
+from offload.config.values import (
+    Betas,
+    Count,
+    CountOrAuto,
+    FlagOrAuto,
+    Fraction,
+    LossScale,
+    Names,
+    NamesOrAuto,
+    NotNegative,
+    OrNone,
+    Positive,
+    PositiveSizeOrAuto,
+    Sinks,
+    Size,
+    SizeOrAuto,
+    Steps,
+    StepsOrAuto,
+)
+
+Tier = Literal["auto", "device", "host", "nvme"]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict types, no unknown keys, no infinities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class MemoryConfig(Section):
+    """Byte budgets of the three tiers, and where swap files are made."""
+
+    device: SizeOrAuto = "auto"
+    """Bytes of device memory the engine may use."""
+    host: SizeOrAuto = "auto"
+    """Bytes of host memory the engine may use. On the ``cpu`` device the device is host memory too."""
+    nvme: SizeOrAuto = "auto"
+    """Bytes of all swap files together."""
+    nvme_paths: Names = ()
+    """Directories for swap files, striped over all of them."""
+
+
+class PlacementConfig(Section):
+    """The tier each kind of plane rests on."""
+
+    parameters: Tier = "auto"
+    optimizer: Tier = "auto"
+    gradients: Tier = "auto"
+    activations: Literal["auto", "keep", "device", "host", "nvme", "recompute"] = "auto"
+
+
+class UnitsConfig(Section):
+    """How the model is cut into units."""
+
+    wrap: NamesOrAuto = "auto"
+    """Class names of the repeated blocks; ``auto`` finds them."""
+    persistent_below: Size = 0
+    """Parameters smaller than this many bytes stay on the device."""
+
+
+class OptimizerConfig(Section):
+    """AdamW, clipping, and the learning-rate schedule that the command line builds."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: NotNegative = 1e-3
+    betas: Betas = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+    state_format: Literal["fp32"] = "fp32"
+    max_grad_norm: OrNone[Positive] = None
+    """Largest global gradient norm; no clipping when unset."""
+    check_finite: bool = True
+    """Skip a step whose gradients hold an Inf or NaN."""
+    no_decay: Names = ()
+    """Parameters without weight decay: name patterns, or the words ``norms``, ``biases``, ``1d``."""
+    scheduler: Literal["none", "constant", "linear", "cosine"] = "none"
+    warmup_steps: Steps = 0
+    total_steps: StepsOrAuto = "auto"
+    """Step at which the schedule reaches its minimum; ``auto`` is ``train.steps``."""
+    min_lr_ratio: Fraction = 0.0
+    """The lowest learning rate as a part of ``lr``."""
+
+    @model_validator(mode="after")
+    def _warm_up_fits(self) -> OptimizerConfig:
+        if self.total_steps != "auto" and self.scheduler != "none" and self.warmup_steps > self.total_steps:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} is more than total_steps = {self.total_steps}: "
+                "shorten the warm-up or lengthen the schedule"
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    """Dtypes of compute, accumulation and reduction, and the fp16 loss scale."""
+
+    compute_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Parameters in fp32 are cast to this; ``auto`` keeps every parameter's dtype."""
+    keep: Names = ()
+    """Name patterns of parameters that are not cast."""
+    reduce_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    accumulate_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScale = "dynamic"
+    """Used under fp16 only: a number, or ``dynamic``."""
+    initial_loss_scale: Positive = 65536.0
+    loss_scale_window: Count = 1000
+    """Good steps before the dynamic scale is doubled."""
+    min_loss_scale: Positive = 1.0
+    hysteresis: Count = 2
+    """Overflows before the dynamic scale is halved."""
+
+    @model_validator(mode="after")
+    def _scale_above_minimum(self) -> PrecisionConfig:
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"initial_loss_scale = {self.initial_loss_scale:g} is below min_loss_scale = {self.min_loss_scale:g}"
+            )
+        return self
+
+
+class ScheduleConfig(Section):
+    """When optimizer work runs, in which order micro-batches run, how far ahead units are fetched."""
+
+    optimizer_step: Literal["auto", "barrier", "deferred", "eager"] = "auto"
+    micro_batch_order: Literal["auto", "layer_major", "batch_major"] = "auto"
+    prefetch_units: StepsOrAuto = "auto"
+    loss_chunk: OrNone[Count] = None
+
+
+class SwapConfig(Section):
+    """The I/O engine and its buffers."""
+
+    engine: Literal["auto", "threads", "aiofiles", "io_uring"] = "auto"
+    staging: PositiveSizeOrAuto = "auto"
+    """Bytes of the buffers between swap files and their users."""
+    chunk: PositiveSizeOrAuto = "auto"
+    """Bytes of one fp32 plane chunk in the optimizer step."""
+    block: PositiveSizeOrAuto = "auto"
+    """Bytes of one I/O request."""
+    queue_depth: CountOrAuto = "auto"
+    direct: FlagOrAuto = "auto"
+    """O_DIRECT; ``auto`` probes each path."""
+    checksum: bool = False
+
+
+class ParallelConfig(Section):
+    """How state is divided over ranks."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    shard_size: CountOrAuto = "auto"
+    replicate_size: CountOrAuto = "auto"
+
+
+class CheckpointConfig(Section):
+    """Where and how often checkpoints are written."""
+
+    directory: OrNone[str] = None
+    interval: OrNone[Count] = None
+    keep: OrNone[Count] = None
+
+
+class LogConfig(Section):
+    """What a run records."""
+
+    sinks: Sinks = ("jsonl",)
+    interval: Count = 1
+    """Steps between two records."""
+
+
+class ModelConfig(Section):
+    """The model of the command line: a preset of the small Llama, fields that override it, or a factory of your own."""
+
+    preset: OrNone[str] = None
+    factory: OrNone[str] = None
+    """``package.module:callable`` that returns a module called with ``input_ids`` and ``labels``."""
+    vocab_size: OrNone[Count] = None
+    hidden_size: OrNone[Count] = None
+    intermediate_size: OrNone[Count] = None
+    layers: OrNone[Count] = None
+    heads: OrNone[Count] = None
+    kv_heads: OrNone[Count] = None
+    max_positions: OrNone[Count] = None
+    tie_embeddings: OrNone[bool] = None
+    rope_theta: OrNone[Positive] = None
+    norm_eps: OrNone[Positive] = None
+    dropout: OrNone[Fraction] = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if self.factory is None:
+            return self
+        module, colon, name = self.factory.partition(":")
+        if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+            raise ValueError(f"factory = {self.factory!r}: must be 'package.module:callable'")
+        others = sorted(key for key, value in self if key != "factory" and value is not None)
+        if others:
+            raise ValueError(f"factory builds the whole model: remove {', '.join(others)}")
+        return self
+
+    def overrides(self) -> dict[str, Any]:
+        """The fields that override the preset."""
+        return {key: value for key, value in self if key not in ("preset", "factory") and value is not None}
+
+
+class DataConfig(Section):
+    """Text files of the command line; by default the English text that ships with Python."""
+
+    files: Names = ()
+    """Paths or globs."""
+    context: Count = 256
+    """Tokens (bytes) of one sample."""
+    eval_fraction: Fraction = 0.05
+    """The end of the text that is held out."""
+
+
+class TrainConfig(Section):
+    """The training loop of the command line."""
+
+    steps: Count = 100
+    batch_size: Count = 4
+    """Samples of one micro-batch."""
+    micro_batches: Count = 1
+    """Micro-batches accumulated into one optimizer step."""
+    eval_interval: Steps = 0
+    """Steps between two evaluations; 0 evaluates before the first step and after the last only."""
+    eval_batches: Steps = 8
+    """Batches of one evaluation; 0 switches evaluation off."""
+    threads: CountOrAuto = "auto"
+    """torch's threads for compute."""
+
+
+class Config(Section):
+    """The whole configuration. A plain ``Config(...)`` raises `ConfigError` like `load_config` does."""
+
+    device: Literal["auto", "cuda", "cpu", "sim"] = "auto"
+    seed: Steps = 0
+    run_dir: OrNone[str] = None
+    memory: MemoryConfig = MemoryConfig()
+    placement: PlacementConfig = PlacementConfig()
+    units: UnitsConfig = UnitsConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    swap: SwapConfig = SwapConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(problems_of(error, type(self))) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dict without unset values: what a TOML file of this configuration holds."""
+        dumped = self.model_dump(mode="python", exclude_none=True)
+        return {
+            section: {key: list(value) if isinstance(value, tuple) else value for key, value in content.items()}
+            if isinstance(content, dict)
+            else content
+            for section, content in dumped.items()
+        }
