@@ -83,7 +83,8 @@ def _meant(value: Any, expected: str) -> str:
     if not isinstance(value, str):
         return ""
     legal = [part.strip(" '") for part in expected.replace(" or ", ",").split(",")]
-    close = difflib.get_close_matches(value, legal, n=1)
+    # Short words are all alike: "gpu" does not mean "cpu".
+    close = difflib.get_close_matches(value, legal, n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

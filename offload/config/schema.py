@@ -95,8 +95,13 @@ class OptimizerConfig(Section):
     """The lowest learning rate as a part of ``lr``."""
 
     @model_validator(mode="after")
-    def _warm_up_fits(self) -> OptimizerConfig:
-        if self.total_steps != "auto" and self.scheduler != "none" and self.warmup_steps > self.total_steps:
+    def _schedule_fits(self) -> OptimizerConfig:
+        if self.scheduler == "none" and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} has no effect with scheduler = 'none': use 'constant' for a "
+                "warm-up alone"
+            )
+        if self.total_steps != "auto" and self.warmup_steps > self.total_steps:
             raise ValueError(
                 f"warmup_steps = {self.warmup_steps} is more than total_steps = {self.total_steps}: "
                 "shorten the warm-up or lengthen the schedule"

@@ -1,0 +1,32 @@
+"""Command group and the commands that need no engine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import click
+
+from offload.cli.train import train_command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Train models whose training state does not fit in memory."""
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def version(as_json: bool) -> None:
+    """Print the versions of offload, torch and Python."""
+    from offload.telemetry import dump_json
+
+    versions = {
+        "offload": importlib.metadata.version("offload"),
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+    }
+    click.echo(dump_json(versions) if as_json else "\n".join(f"{name} {value}" for name, value in versions.items()))
+
+
+main.add_command(train_command)

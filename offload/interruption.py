@@ -1,0 +1,80 @@
+"""Ends a run on SIGINT or SIGTERM: promptly, once, and in an orderly way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+FORCE_AFTER_SECONDS = 0.5
+"""Signals closer together than this are one request: a terminal and a supervisor may both send one."""
+
+
+class Interrupted(BaseException):
+    """Raised in the main thread by the first signal. Not an `Exception`, so that no handler of errors swallows it."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self.name = signal.Signals(signum).name
+        super().__init__(f"interrupted by {self.name}")
+
+
+class Interruption:
+    """Context that remembers the first SIGINT or SIGTERM, and ends the process on a second one.
+
+    Within `raising` the first one raises `Interrupted`. An exception raised by a signal handler is lost when the
+    interpreter happens to run a finalizer, so long loops call `check` as well.
+    Outside the main thread, where handlers cannot be installed, the context does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._raising = False
+        self._at = 0.0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def check(self) -> None:
+        """Raises `Interrupted` when a signal has arrived."""
+        if self.signum is not None:
+            raise Interrupted(self.signum)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """The only context in which a signal raises `Interrupted`, at once and for one that came before it.
+
+        Outside it a signal is only remembered: set-up and the closing of a run must not be left half done.
+        """
+        self.check()
+        self._raising = True
+        try:
+            yield
+        finally:
+            self._raising = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signum is not None:
+            if now - self._at >= FORCE_AFTER_SECONDS:
+                # Swap files have no name in a directory, so even this leaves nothing behind.
+                os._exit(128 + signum)
+            return
+        self.signum, self._at = signum, now
+        if self._raising:
+            raise Interrupted(signum)

@@ -1,0 +1,243 @@
+"""The training loop of ``offload train``: model, data, engine, steps, evaluation, and the summary of the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offload
+from offload.config import Config
+from offload.data import TextData
+from offload.interruption import Interrupted, Interruption
+from offload.models import build_model
+from offload.recipe import build_lr_scheduler, build_param_groups, describe_groups
+from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes, peak_rss_bytes
+
+MOVED = ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes")
+
+
+def train(config: Config, *, run: RunDirectory, progress: Progress, interruption: Interruption) -> dict[str, Any]:
+    """Trains as ``config`` says, writes ``run``, and returns the summary that it wrote.
+
+    An interruption ends the run in an orderly way and is named in the summary. Any other exception is raised again
+    once the engine is closed and the summary, which names it, is written.
+    """
+    trainer = _Trainer(config, run, progress, interruption)
+    try:
+        with interruption.raising():
+            trainer.run_all()
+    except Interrupted as interrupted:
+        trainer.interrupted = interrupted.name
+    except BaseException as error:
+        trainer.error = str(error).partition("\n")[0] or type(error).__name__
+        raise
+    finally:
+        # A run that is over is closed whole, whatever arrives meanwhile.
+        try:
+            trainer.close()
+        finally:
+            summary = trainer.summary()
+            run.write_summary(summary)
+    return summary
+
+
+class _Trainer:
+    """One run: what it needs, what it counted, and the order of its parts."""
+
+    def __init__(self, config: Config, run: RunDirectory, progress: Progress, interruption: Interruption) -> None:
+        self.config, self.recorder = config, run
+        self.progress, self.interruption = progress, interruption
+        self.timers = PhaseTimers()
+        self.engine: offload.Engine | None = None
+        self.swap_directory: Path | None = None
+        self.memory: dict[str, Any] = {}
+        self.moved = dict.fromkeys(MOVED, 0)
+        self.steps = self.tokens = self.skipped_steps = 0
+        self.step_seconds, self.started = 0.0, time.perf_counter()
+        self.losses: list[float] = []
+        self.eval_losses: list[float] = []
+        self.interrupted: str | bool = False
+        self.error: str | None = None
+
+    def run_all(self) -> None:
+        """Sets up, evaluates, trains, evaluates."""
+        settings = self.config.train
+        with self.progress.phase("reading text"):
+            self.data = TextData(
+                self.config.data.files,
+                self.config.data.context,
+                settings.batch_size,
+                self.config.seed,
+                eval_fraction=self.config.data.eval_fraction,
+            )
+        engine = self._create_engine()
+        self._evaluate(engine)
+        for step in range(settings.steps):
+            self._step(engine, step)
+            done = step + 1
+            if done == settings.steps or (settings.eval_interval and done % settings.eval_interval == 0):
+                self._evaluate(engine)
+
+    def _create_engine(self) -> offload.Engine:
+        config = self.config
+        if config.train.threads != "auto":
+            torch.set_num_threads(config.train.threads)
+        torch.manual_seed(config.seed)
+        if not config.memory.nvme_paths:
+            # The run directory is where the user expects this run's files, and on a real disk more often than /tmp.
+            self.swap_directory = self.recorder.path / "swap"
+            self.swap_directory.mkdir(exist_ok=True)
+            memory = config.memory.model_copy(update={"nvme_paths": (str(self.swap_directory),)})
+            config = config.model_copy(update={"memory": memory})
+        with self.progress.phase("creating model"):
+            with offload.empty_init():
+                model = build_model(config.model, context=config.data.context)
+            groups = build_param_groups(model, config.optimizer)
+        with self.progress.phase("planning"):
+            self.engine = offload.initialize(
+                model,
+                config,
+                param_groups=groups,
+                lr_scheduler=lambda optimizer: build_lr_scheduler(
+                    optimizer, config.optimizer, steps=config.train.steps
+                ),
+            )
+        self.progress.say(self.engine.describe())
+        self.progress.say(describe_groups(groups))
+        return self.engine
+
+    def _step(self, engine: offload.Engine, step: int) -> None:
+        count = self.config.train.micro_batches
+        start = time.perf_counter()
+        lr = engine.optimizer.param_groups[0]["lr"]
+        losses, tokens = [], 0
+        for micro_batch in range(count):
+            self.interruption.check()
+            batch = self.data.train_batch(step, micro_batch)
+            tokens += batch["input_ids"].numel()
+            with self.timers.phase("forward"):
+                loss = engine(**batch).loss
+            with self.timers.phase("backward"):
+                engine.backward(loss / count)
+            losses.append(float(loss.detach()))
+        with self.timers.phase("optimizer"):
+            result = engine.step()
+        self.interruption.check()
+        seconds = time.perf_counter() - start
+        self.timers.end_step()
+        self.steps += 1
+        self.tokens += tokens
+        self.step_seconds += seconds
+        self.losses.append(sum(losses) / count)
+        before, self.moved = self.moved, self._moved(engine)
+        if not result.stepped:
+            self.skipped_steps += 1
+            self.progress.say(f"step {self.steps} skipped: {result.skipped_reason}")
+        if self.steps % self.config.log.interval == 0 or self.steps == self.config.train.steps:
+            self.recorder.record(
+                {
+                    "step": self.steps,
+                    "loss": self.losses[-1],
+                    "lr": lr,
+                    "grad_norm": result.grad_norm,
+                    "loss_scale": result.loss_scale,
+                    "stepped": result.stepped,
+                    "skipped_reason": result.skipped_reason,
+                    "tokens": self.tokens,
+                    "seconds": seconds,
+                    **{name: self.moved[name] - before[name] for name in MOVED},
+                }
+            )
+        self.progress.step(
+            self.steps,
+            loss=self.losses[-1],
+            tokens_per_second=tokens / seconds,
+            read=self.moved["nvme_read_bytes"],
+            written=self.moved["nvme_write_bytes"],
+        )
+
+    def _evaluate(self, engine: offload.Engine) -> None:
+        count = self.config.train.eval_batches
+        if count == 0 or self.config.data.eval_fraction == 0:
+            return
+        losses = []
+        with self.progress.phase("evaluating"), self.timers.phase("evaluation"), _evaluation(engine):
+            for batch in self.data.eval_batches(count):
+                self.interruption.check()
+                losses.append(float(engine(**batch).loss))
+        self.timers.end_step()
+        self.eval_losses.append(sum(losses) / len(losses))
+        self.recorder.record({"step": self.steps, "eval_loss": self.eval_losses[-1]})
+        self.progress.say(f"held-out loss after {self.steps} steps: {self.eval_losses[-1]:.4f}")
+
+    def _moved(self, engine: offload.Engine) -> dict[str, int]:
+        counters = engine.counters()
+        return {name: int(counters.get(name, 0)) for name in MOVED}
+
+    def close(self) -> None:
+        """Reads the last counters, closes the engine and removes the swap directory that this run made."""
+        try:
+            if self.engine is not None:
+                self.moved = self._moved(self.engine)
+                self.memory = self.engine.memory().to_dict()
+                self.engine.close()
+        finally:
+            if self.swap_directory is not None and not any(self.swap_directory.iterdir()):
+                self.swap_directory.rmdir()
+
+    def summary(self) -> dict[str, Any]:
+        """What the run did. ``seconds`` counts training steps; ``total_seconds`` also set-up and evaluation."""
+        return {
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "tokens": self.tokens,
+            "seconds": self.step_seconds,
+            "total_seconds": time.perf_counter() - self.started,
+            "tokens_per_second": self.tokens / self.step_seconds if self.step_seconds else 0.0,
+            "first_loss": self.losses[0] if self.losses else None,
+            "last_loss": self.losses[-1] if self.losses else None,
+            "eval_loss_first": self.eval_losses[0] if self.eval_losses else None,
+            "eval_loss": self.eval_losses[-1] if self.eval_losses else None,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "memory": self.memory,
+            **self.moved,
+            "step_seconds_median_by_phase": self.timers.medians(),
+            "interrupted": self.interrupted,
+            "error": self.error,
+        }
+
+
+@contextmanager
+def _evaluation(engine: offload.Engine) -> Iterator[None]:
+    engine.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        engine.train()
+
+
+def closing_lines(summary: dict[str, Any], directory: Path) -> list[str]:
+    """What a person reads at the end of a run."""
+    lines = []
+    if summary["eval_loss"] is not None and math.isfinite(summary["eval_loss"]):
+        lines.append(f"held-out loss {summary['eval_loss_first']:.3f} -> {summary['eval_loss']:.3f}")
+    if summary["steps"]:
+        lines.append(
+            f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['seconds']:.1f} s "
+            f"({summary['tokens_per_second']:,.0f} tokens/s); {summary['skipped_steps']} skipped"
+        )
+    lines.append(
+        f"nvme read {format_bytes(summary['nvme_read_bytes'])}, written {format_bytes(summary['nvme_write_bytes'])}; "
+        f"peak resident memory {format_bytes(summary['peak_rss_bytes'])}"
+    )
+    if summary["interrupted"]:
+        lines.append(f"interrupted by {summary['interrupted']} after {summary['steps']} steps")
+    lines.append(f"run directory {directory}")
+    return lines

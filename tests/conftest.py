@@ -1,0 +1,21 @@
+"""Shared by all tests: few threads, no launcher variables, and every run directory under the test's own folder."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a launcher that runs the tests must not look like ranks of ours."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def two_threads() -> None:
+    """Small tensors gain nothing from more threads, and several test processes may share a machine."""
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
