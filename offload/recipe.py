@@ -24,7 +24,8 @@ def build_param_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[s
     if not config.no_decay:
         return None
     unmatched = set(config.no_decay)
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     norms = _norm_parameters(model)
     for name, parameter in model.named_parameters():
         rules = [rule for rule in config.no_decay if _matches(rule, name, id(parameter) in norms, parameter.dim())]

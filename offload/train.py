@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import offload
-from offload.config import Config
+from offload.config import Config, ConfigError
 from offload.data import TextData
 from offload.interruption import Interrupted, Interruption
 from offload.models import build_model
@@ -68,15 +68,13 @@ class _Trainer:
     def run_all(self) -> None:
         """Sets up, evaluates, trains, evaluates."""
         settings = self.config.train
-        with self.progress.phase("reading text"):
-            self.data = TextData(
-                self.config.data.files,
-                self.config.data.context,
-                settings.batch_size,
-                self.config.seed,
-                eval_fraction=self.config.data.eval_fraction,
-            )
-        engine = self._create_engine()
+        try:
+            engine = self._set_up()
+        except ConfigError:
+            raise
+        except ValueError as error:
+            # Until the first step every wrong value comes from the configuration.
+            raise ConfigError(" ".join(str(error).split())) from error
         self._evaluate(engine)
         for step in range(settings.steps):
             self._step(engine, step)
@@ -84,8 +82,16 @@ class _Trainer:
             if done == settings.steps or (settings.eval_interval and done % settings.eval_interval == 0):
                 self._evaluate(engine)
 
-    def _create_engine(self) -> offload.Engine:
+    def _set_up(self) -> offload.Engine:
         config = self.config
+        with self.progress.phase("reading text"):
+            self.data = TextData(
+                config.data.files,
+                config.data.context,
+                config.train.batch_size,
+                config.seed,
+                eval_fraction=config.data.eval_fraction,
+            )
         if config.train.threads != "auto":
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)
@@ -128,7 +134,6 @@ class _Trainer:
             losses.append(float(loss.detach()))
         with self.timers.phase("optimizer"):
             result = engine.step()
-        self.interruption.check()
         seconds = time.perf_counter() - start
         self.timers.end_step()
         self.steps += 1

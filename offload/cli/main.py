@@ -21,12 +21,15 @@ def version(as_json: bool) -> None:
     """Print the versions of offload, torch and Python."""
     from offload.telemetry import dump_json
 
-    versions = {
-        "offload": importlib.metadata.version("offload"),
-        "torch": importlib.metadata.version("torch"),
-        "python": platform.python_version(),
-    }
+    versions = {name: _version_of(name) for name in ("offload", "torch")} | {"python": platform.python_version()}
     click.echo(dump_json(versions) if as_json else "\n".join(f"{name} {value}" for name, value in versions.items()))
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 main.add_command(train_command)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import importlib.util
 import os
 import signal
 import sys
@@ -45,26 +43,19 @@ def _config(arguments: Sequence[str], run_dir: str | None) -> Config:
         for key, value in config.checkpoint
         if value is not None
     ]
-    problems += [
-        f"data.files: {pattern!r} matches no file"
-        for pattern in config.data.files
-        if not glob.glob(pattern, recursive=True)
-    ]
-    if config.model.factory is not None and not _importable(config.model.factory.partition(":")[0]):
-        problems.append(f"model.factory = {config.model.factory!r}: no such module")
+    if config.data.files:
+        from offload.data import find_files
+
+        try:
+            find_files(config.data.files)
+        except ValueError as error:
+            problems.append(str(error))
+    if config.model.factory is not None and os.getcwd() not in sys.path:
+        # A factory beside the configuration is the usual case, and a console script does not look there by itself.
+        sys.path.insert(0, os.getcwd())
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def _importable(module: str) -> bool:
-    # A factory beside the configuration is the usual case, and a console script does not look there by itself.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _train(config: Config, interruption: Interruption, *, as_json: bool) -> int:

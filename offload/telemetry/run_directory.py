@@ -27,7 +27,7 @@ class RunDirectory:
     def __init__(self, path: str | Path | None) -> None:
         self.path = _numbered(Path("runs") / time.strftime("%Y%m%d-%H%M%S")) if path is None else Path(path)
         self.records = 0
-        self._made = not self.path.exists()
+        self._made = [directory for directory in (self.path, *self.path.parents) if not directory.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for name in ("metrics.jsonl", "summary.json"):
@@ -60,9 +60,9 @@ class RunDirectory:
         self.close()
         for name in ("config.toml", "metrics.jsonl", "summary.json"):
             (self.path / name).unlink(missing_ok=True)
-        if self._made:
+        for directory in self._made:
             with contextlib.suppress(OSError):
-                self.path.rmdir()
+                directory.rmdir()
 
 
 def dump_json(values: Mapping[str, Any]) -> str:

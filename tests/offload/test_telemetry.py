@@ -74,10 +74,10 @@ def test_default_directories_do_not_collide(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_discard_removes_only_what_the_run_made(tmp_path: Path) -> None:
-    fresh = RunDirectory(tmp_path / "fresh")
+    fresh = RunDirectory(tmp_path / "above" / "fresh")
     fresh.write_config(load_config())
     fresh.discard()
-    assert not fresh.path.exists()
+    assert os.listdir(tmp_path) == []
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "note").write_text("mine")
     old = RunDirectory(tmp_path / "old")
