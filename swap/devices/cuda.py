@@ -113,7 +113,8 @@ class CudaDevice(Device):
         try:
             return attempt()
         except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory(self.kind, what, nbytes, self._used, self.capacity, str(error)) from error
+            others = self.used - nbytes  # ours was counted before it was asked for
+            raise DeviceOutOfMemory(self.kind, what, nbytes, others, self.capacity, str(error)) from error
 
     @property
     def used(self) -> int:
