@@ -38,8 +38,10 @@ class RunDirectory:
             raise ConfigError(f"run_dir = {str(self.path)!r}: cannot be written: {error.strerror}") from None
 
     def write_config(self, config: Config) -> None:
-        """Writes the configuration with every default filled in; the file can be given to another run."""
-        _replace(self.path / "config.toml", tomli_w.dumps(config.to_dict()))
+        """Writes the configuration with every default filled in, for another run: all but the directory of this one."""
+        values = config.to_dict()
+        values.pop("run_dir", None)
+        _replace(self.path / "config.toml", tomli_w.dumps(values))
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Appends one record. Numbers that JSON lacks are written as the strings ``nan``, ``inf``, ``-inf``."""

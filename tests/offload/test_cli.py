@@ -1,0 +1,237 @@
+"""``offload train`` as users run it: in a process of its own, on a tiny model, with real swap files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.config import load_config
+
+TINY = (
+    "model.hidden_size=32",
+    "model.layers=2",
+    "model.heads=2",
+    "data.context=32",
+    "train.batch_size=2",
+    "train.eval_batches=2",
+    "train.threads=1",
+    "placement.parameters=nvme",
+    "placement.gradients=nvme",
+    "placement.optimizer=nvme",
+)
+RUN_FILES = ["config.toml", "metrics.jsonl", "summary.json"]
+
+
+class Command:
+    """Runs ``python -m offload`` in an empty working directory with its own temporary directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.cwd = directory / "cwd"
+        self.tmp = directory / "tmp"
+        self.cwd.mkdir()
+        self.tmp.mkdir()
+        root = Path(__file__).resolve().parents[2]
+        path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+        self.environment = os.environ | {"TMPDIR": str(self.tmp), "PYTHONPATH": path}
+
+    def start(self, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "offload", *arguments],
+            cwd=self.cwd,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=before,
+        )
+
+    def __call__(self, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, before=before)
+        out, err = process.communicate(timeout=100)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def tree(self) -> list[str]:
+        """Every file and directory below the working and the temporary directory."""
+        roots = (self.cwd, self.tmp)
+        return sorted(str(path.relative_to(root)) for root in roots for path in root.rglob("*"))
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Command:
+    return Command(tmp_path)
+
+
+def read_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return json.loads((path / "summary.json").read_text()), records
+
+
+def test_a_run_writes_one_directory(offload: Command) -> None:
+    arguments = ["train", *TINY, "train.steps=6", "train.micro_batches=2", "train.eval_interval=3", "log.interval=2"]
+    done = offload(*arguments, "optimizer.lr=1e-2", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    assert offload.tree() == ["run", *(f"run/{name}" for name in RUN_FILES)]
+    assert "held-out loss" in done.stdout and "run directory run" in done.stdout and "nvme" in done.stdout
+    summary, records = read_run(offload.cwd / "run")
+    assert summary["steps"] == 6 and summary["skipped_steps"] == 0 and summary["tokens"] == 6 * 2 * 2 * 32
+    assert summary["last_loss"] < summary["first_loss"] and summary["eval_loss"] < summary["eval_loss_first"]
+    assert summary["tokens_per_second"] == pytest.approx(summary["tokens"] / summary["seconds"])
+    assert summary["seconds"] <= summary["total_seconds"]
+    assert summary["nvme_read_bytes"] > 0 and summary["nvme_write_bytes"] > 0 and summary["peak_rss_bytes"] > 0
+    assert set(summary["step_seconds_median_by_phase"]) == {"forward", "backward", "optimizer", "evaluation"}
+    assert summary["memory"] and summary["interrupted"] is False and summary["error"] is None
+    steps = [record for record in records if "loss" in record]
+    assert [record["step"] for record in steps] == [2, 4, 6]
+    assert [record["step"] for record in records if "eval_loss" in record] == [0, 3, 6]
+    assert steps[-1]["loss"] == summary["last_loss"] and all(record["grad_norm"] > 0 for record in steps)
+    # The built-in recipe warms up over ten steps.
+    assert [record["lr"] for record in steps] == pytest.approx([2e-3, 4e-3, 6e-3])
+    assert load_config(offload.cwd / "run" / "config.toml").train.steps == 6
+
+
+def test_the_written_configuration_repeats_the_run(offload: Command) -> None:
+    first = offload("train", *TINY, "train.steps=3", "--run-dir", "a", "--json")
+    assert first.returncode == 0, first.stderr
+    summary = json.loads(first.stdout)
+    assert summary == read_run(offload.cwd / "a")[0]
+    second = offload("train", "a/config.toml", "placement.optimizer=host", "--run-dir", "b", "--json")
+    assert second.returncode == 0, second.stderr
+    for key in ("first_loss", "last_loss", "eval_loss_first", "eval_loss"):
+        assert json.loads(second.stdout)[key] == summary[key]
+
+
+def test_text_and_swap_directory_of_the_user(offload: Command) -> None:
+    (offload.cwd / "swap").mkdir()
+    for name in ("one.txt", "two.txt"):
+        (offload.cwd / name).write_text("abcdefgh" * 400)
+    done = offload(
+        "train", *TINY, "train.steps=30", "optimizer.lr=1e-2", "data.files=*.txt", "memory.nvme_paths=swap", "run_dir=r"
+    )
+    assert done.returncode == 0, done.stderr
+    summary, _ = read_run(offload.cwd / "r")
+    assert summary["eval_loss"] < 2.5 < summary["eval_loss_first"], "eight letters in a fixed order are easy"
+    assert os.listdir(offload.cwd / "swap") == []
+
+
+def test_a_factory_beside_the_configuration(offload: Command) -> None:
+    (offload.cwd / "own_model.py").write_text(
+        "from offload.models import Llama, LlamaConfig\n"
+        "def build():\n"
+        "    return Llama(LlamaConfig(vocab_size=256, hidden_size=32, layers=2, heads=2, max_positions=32))\n"
+    )
+    settings = [text for text in TINY if not text.startswith("model.")]
+    done = offload(
+        "train", *settings, "model.preset=none", "model.factory=own_model:build", "train.steps=2", "--run-dir", "run"
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_run(offload.cwd / "run")[0]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none.toml"], "none.toml: no such configuration file"),
+        (["train.stesp=3"], "train.stesp: unknown key; did you mean 'train.steps'?"),
+        (["train.steps=many"], "train.steps = 'many': must be a whole number"),
+        (["memory.host=12 parsecs"], "memory.host = '12 parsecs'"),
+        (["memory.nvme_paths=missing"], "missing"),
+        (["memory.nvme=1MiB", "placement.optimizer=nvme"], "memory.nvme"),
+        (["data.files=*.missing"], "data.files: '*.missing'"),
+        (["data.context=1000000"], "data.context"),
+        (["model.preset=9b"], "model.preset = '9b'"),
+        (["model.preset=none", "model.factory=absent:build"], "absent"),
+        (["optimizer.no_decay=['nothing*']"], "optimizer.no_decay"),
+        (["units.wrap=['NoSuchBlock']"], "NoSuchBlock"),
+        (["checkpoint.interval=5"], "checkpoint.interval"),
+        (["train.steps=3", "stray"], "'stray'"),
+    ],
+)
+def test_user_errors_are_one_line_and_leave_nothing(offload: Command, arguments: list[str], said: str) -> None:
+    done = offload("train", *arguments)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and said in lines[0], done.stderr
+    assert offload.tree() == []
+
+
+def test_several_problems_are_several_lines(offload: Command) -> None:
+    done = offload("train", "train.steps=0", "seed=x", "--run-dir", "run")
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 2
+    assert all(line.startswith("error: ") for line in done.stderr.strip().splitlines())
+
+
+def test_a_used_run_directory_is_left_alone(offload: Command) -> None:
+    (offload.cwd / "run").mkdir()
+    (offload.cwd / "run" / "summary.json").write_text("{}")
+    done = offload("train", *TINY, "--run-dir", "run")
+    assert done.returncode == 2 and "already holds a run" in done.stderr
+    assert offload.tree() == ["run", "run/summary.json"]
+
+
+def wait_for(path: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Until ``path`` has ``count`` lines."""
+    while process.poll() is None:
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"ended early: {process.communicate()}")
+
+
+@pytest.mark.parametrize("records", [0, 1, 4], ids=["set-up", "first step", "training"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_run_in_order(offload: Command, signum: int, records: int) -> None:
+    process = offload.start("train", *TINY, "train.steps=1000000", "train.eval_interval=7", "--run-dir", "run")
+    wait_for(offload.cwd / "run" / "metrics.jsonl", records, process)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signum, (out, err)
+    assert err == ""
+    assert offload.tree() == ["run", *(f"run/{name}" for name in RUN_FILES)]
+    summary, lines = read_run(offload.cwd / "run")
+    assert summary["interrupted"] == signal.Signals(signum).name and summary["error"] is None
+    assert summary["steps"] == len([line for line in lines if "loss" in line])
+    if records == 4:
+        assert summary["steps"] >= 1 and summary["nvme_write_bytes"] > 0
+
+
+def test_a_killed_run_leaves_no_swap_file(offload: Command) -> None:
+    process = offload.start("train", *TINY, "train.steps=1000000", "--run-dir", "run")
+    wait_for(offload.cwd / "run" / "metrics.jsonl", 2, process)
+    process.kill()
+    process.communicate(timeout=30)
+    sizes = {path.name: path.stat().st_size for path in (offload.cwd / "run").rglob("*") if path.is_file()}
+    assert sum(sizes.values()) < 1 << 20, sizes
+
+
+def test_a_fault_of_the_disk_is_one_line(offload: Command) -> None:
+    def small_files() -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
+
+    done = offload("train", *TINY, "train.steps=3", "--run-dir", "run", before=small_files)
+    assert done.returncode in (1, 2), (done.stdout, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and "File too large" in lines[0] and "run/swap" in lines[0], done.stderr
+    assert "swap" not in [Path(name).name for name in offload.tree()]
+
+
+def test_version(offload: Command) -> None:
+    done = offload("version", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["torch"].startswith("2.")
+    assert offload("version").stdout.splitlines()[0].startswith("offload ")
+
+
+def test_help_names_the_commands(offload: Command) -> None:
+    done = offload("--help")
+    assert done.returncode == 0 and "train" in done.stdout
+    assert offload("nonsense").returncode == 2
