@@ -1,0 +1,106 @@
+"""What an I/O engine is: it moves the bytes of requests and reports each one once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from swap.errors import SwapIOError
+
+
+class RequestFile(Protocol):
+    """The swap file of a request."""
+
+    @property
+    def fd(self) -> int:
+        """Open for reading and writing, with O_DIRECT if ``direct``."""
+
+    @property
+    def path(self) -> str:
+        """Where the user put it, for messages (the file itself is usually anonymous)."""
+
+    @property
+    def direct(self) -> bool:
+        """Address, offset and length of every transfer must be multiples of a page."""
+
+    def settle(self, offset: int, nbytes: int, *, write: bool) -> None:
+        """Call after each finished transfer, from a thread that may block: keeps the page cache small. May raise."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """One contiguous transfer between ``view`` and ``file`` at ``offset`` (bytes).
+
+    ``view`` is flat, of format "B", and keeps its memory alive. ``bounce``: the file is direct but address or length
+    are not whole pages; the file range rounded up to whole pages is free to be written. Lower ``priority`` is served
+    first, equal ones in order of submission. ``done`` is called once, from any thread: with None, or with the
+    exception that ended the request. It must not block and does not raise.
+    """
+
+    file: RequestFile
+    offset: int
+    view: memoryview
+    write: bool
+    done: Callable[[Request, BaseException | None], None]
+    priority: int = 0
+    bounce: bool = False
+
+    @property
+    def operation(self) -> str:
+        return "write" if self.write else "read"
+
+    def failure(self, cause: OSError | None, detail: str = "") -> SwapIOError:
+        """The error of this request, for a failed system call or for something wrong in its result."""
+        error = SwapIOError(
+            operation=self.operation,
+            path=self.file.path,
+            offset=self.offset,
+            nbytes=self.view.nbytes,
+            errno=None if cause is None else cause.errno,
+            detail=detail,
+        )
+        error.__cause__ = cause
+        return error
+
+
+class Engine(Protocol):
+    """Serves requests concurrently and out of order.
+
+    Two requests on the same bytes are in flight together if they were submitted together: ordering is the caller's.
+    Every submitted request ends in exactly one ``done`` call, also after ``cancel`` and ``close``.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; never blocks. SwapError after ``close``."""
+
+    def cancel(self, error: BaseException) -> int:
+        """End all requests that no thread has begun with ``error``; returns how many."""
+
+    def close(self, timeout: float) -> bool:
+        """Cancel what has not begun, let the rest end, join the threads. Idempotent.
+
+        False if a system call was still running after ``timeout`` seconds: the files must then stay open.
+        """
+
+
+class System(Protocol):
+    """The system calls beneath the engines; the fault layer stands here. Results and errors are those of the OS."""
+
+    def pread_into(self, fd: int, view: memoryview, offset: int) -> int: ...
+
+    def pwrite_from(self, fd: int, view: memoryview, offset: int) -> int: ...
+
+    def fallocate(self, fd: int, offset: int, nbytes: int) -> None: ...
+
+
+class BounceSource(Protocol):
+    """Lends page-aligned scratch memory to one transfer at a time."""
+
+    def borrow(self, nbytes: int) -> memoryview:
+        """A page-aligned view of at least a page and at most ``nbytes`` rounded up; never fails nor waits."""
+
+    def give_back(self, view: memoryview) -> None: ...

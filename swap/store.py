@@ -1,0 +1,461 @@
+"""The swap store: extents of memory on disk, written and read in the background."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from swap.bounce import BouncePool
+from swap.budget import Budget, Reservation
+from swap.deferred import DeferredLock
+from swap.engines import create_engine, resolve_engine
+from swap.engines.protocol import Engine, Request, System
+from swap.engines.system import OperatingSystem
+from swap.errors import BudgetError, SwapError, SwapPathError
+from swap.extents import Extent
+from swap.faults import FaultPlan
+from swap.files import SwapFile, check_path, open_swap_file
+from swap.geometry import PAGE, align_up
+from swap.promises import Promise
+from swap.space import SwapSpace
+from swap.stats import SwapStats
+from swap.tickets import Ticket, fresh, strip_frames
+
+DEFAULT_BLOCK = 1024 * 1024
+"""Bytes of one request; larger ones gain nothing on the drives measured and delay those behind them."""
+
+DEFAULT_QUEUE_DEPTH = 4
+"""Requests in flight per store."""
+
+STRIPE = 4 * 1024 * 1024
+"""Bytes of an extent on one path before the next path takes over."""
+
+_CLOSE_SECONDS = 2.0
+
+
+class SwapStore:
+    """Swap files under ``paths`` (existing directories) and the extents in them. Thread-safe.
+
+    - ``engine``: "auto", "threads" or "aiofiles"; ``block``: bytes per request; ``queue_depth``: requests in flight.
+    - ``capacity``: bytes that the store may take on all paths together; free space for them is checked here.
+    - ``budget``: charged on its "nvme" tier for every extent, on "host" for the few bounce pages.
+    - ``direct``: "auto" probes O_DIRECT path by path; True insists on it; False never uses it.
+    - ``faults``: a fault plan to inject beneath the engine. ``owner``: a word for thread names.
+
+    Raises SwapPathError (a ValueError) for a path that is missing, unwritable, too small or, with ``direct=True``,
+    without direct I/O. Ordering is the caller's duty: a read of bytes whose write has not completed may return
+    either. After the first failed request the store is failed: it cancels what is queued, and every later submission
+    raises that error. Only ``free`` may be called from finalizers.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        engine: str = "auto",
+        capacity: int | None = None,
+        budget: Budget | None = None,
+        block: int | None = None,
+        queue_depth: int | None = None,
+        direct: str | bool = "auto",
+        faults: FaultPlan | None = None,
+        owner: str = "",
+    ) -> None:
+        block = DEFAULT_BLOCK if block is None else block
+        queue_depth = DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth
+        roots = _check_arguments(paths, engine, capacity, block, queue_depth, direct)
+        budget = Budget({}) if budget is None else budget
+        system: System = OperatingSystem() if faults is None else faults.wrap(OperatingSystem())
+        self._core = _Core(budget, system, block)
+        # The core knows nothing of this object: a store that was forgotten is closed by the finalizer.
+        self._finalizer = weakref.finalize(self, self._core.close)
+        try:
+            self._core.open(roots, direct, capacity, engine, queue_depth, owner)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def stats(self) -> SwapStats:
+        """Live counters of this store."""
+        return self._core.stats
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine at work."""
+        return self._core.engine_name
+
+    @property
+    def direct(self) -> tuple[bool, ...]:
+        """For each path, whether O_DIRECT is in use."""
+        return tuple(file.direct for file in self._core.files)
+
+    @property
+    def block(self) -> int:
+        """Bytes of one request at most."""
+        return self._core.block
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that the swap files take on disk, used or not."""
+        return self._core.space.file_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in extents."""
+        with self._core.lock:
+            return self._core.space.used_bytes
+
+    @property
+    def closed(self) -> bool:
+        return self._core.closed
+
+    def reserve_capacity(self, nbytes: int) -> None:
+        """Make sure that the files can come to ``nbytes`` in all, and count on it from now on.
+
+        SwapPathError, with needed and free bytes, if the disks lack them or other stores of this process were
+        promised them. Nothing is written; allocation takes the space later.
+        """
+        self._core.check_usable()
+        with self._core.lock:
+            more = max(0, nbytes - self._core.space.file_bytes)
+            self._core.promise.request(more, self._core.files)
+
+    def allocate(self, nbytes: int, label: str = "", *, kind: str = "swap") -> Extent:
+        """An extent of ``nbytes`` rounded up to whole pages, with real disk blocks where the filesystem has them.
+
+        BudgetError beyond the nvme budget or the capacity; SwapIOError ("allocate") if the disks are full, which
+        leaves the store usable.
+        """
+        if nbytes < 0:
+            raise ValueError(f"{label or 'extent'}: cannot allocate {nbytes} bytes")
+        return self._core.allocate(align_up(nbytes, PAGE), label, kind)
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent back. Its I/O must have ended. SwapError if it is not allocated here (any more)."""
+        self._core.free(extent)
+
+    def read(
+        self,
+        extent: Extent,
+        buffer: torch.Tensor,
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        priority: int = 0,
+    ) -> Ticket:
+        """Start reading bytes ``[offset, offset + nbytes)`` of ``extent`` into the start of ``buffer``.
+
+        ``buffer`` is a contiguous CPU tensor of any dtype; ``nbytes`` defaults to all of it; ``offset`` is a
+        multiple of 4096. Exactly ``nbytes`` of the buffer are written. Lower ``priority`` is served first. Direct
+        transfers want a page-aligned buffer and whole pages; anything else is right too, but copied once more.
+        ValueError for a range outside the extent or an unfit buffer.
+        """
+        return self._core.start(extent, buffer, offset, nbytes, priority, write=False)
+
+    def write(
+        self,
+        extent: Extent,
+        buffer: torch.Tensor,
+        *,
+        offset: int = 0,
+        nbytes: int | None = None,
+        priority: int = 0,
+    ) -> Ticket:
+        """Start writing the first ``nbytes`` of ``buffer`` to ``extent`` at ``offset``; arguments as for ``read``.
+
+        The buffer must not change before the ticket is done. The rest of the last page becomes undefined.
+        """
+        return self._core.start(extent, buffer, offset, nbytes, priority, write=True)
+
+    def close(self) -> None:
+        """Cancel what is queued, let system calls under way end (2 s at most), close and free all. Idempotent."""
+        self._core.close()
+        if self._core.fully_closed:
+            self._finalizer.detach()
+
+    def __enter__(self) -> SwapStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_arguments(
+    paths: Sequence[str | os.PathLike[str]],
+    engine: str,
+    capacity: int | None,
+    block: int,
+    queue_depth: int,
+    direct: str | bool,
+) -> list[Path]:
+    resolve_engine(engine)
+    if isinstance(paths, (str, os.PathLike)):
+        raise ValueError(f"memory.nvme_paths must be a list of directories, got {paths!r}")
+    if not paths:
+        raise ValueError("memory.nvme_paths is empty: a swap store needs at least one directory")
+    if block <= 0 or block % PAGE:
+        raise ValueError(f"swap.block must be a positive multiple of {PAGE} bytes, got {block}")
+    if queue_depth < 1:
+        raise ValueError(f"swap.queue_depth must be at least 1, got {queue_depth}")
+    if direct != "auto" and not isinstance(direct, bool):
+        raise ValueError(f"swap.direct must be \"auto\", true or false, got {direct!r}")
+    if capacity is not None and capacity < 0:
+        raise ValueError(f"memory.nvme must not be negative, got {capacity}")
+    roots: list[Path] = []
+    for path in paths:
+        root = Path(path).absolute()
+        check_path(root)
+        if any(os.path.samefile(root, other) for other in roots):
+            raise SwapPathError(f"swap path {str(path)!r} is listed twice in memory.nvme_paths", path=str(path))
+        roots.append(root)
+    return roots
+
+
+class _Core:
+    """All resources of a store. Requests refer to it, it never refers to the store."""
+
+    def __init__(self, budget: Budget, system: System, block: int) -> None:
+        self.budget = budget
+        self.system = system
+        self.block = block
+        self.files: list[SwapFile] = []
+        self.promise = Promise()
+        self.space = SwapSpace((), system, stripe=STRIPE, capacity=None)
+        self.stats = SwapStats(0)
+        self.engine_name = ""
+        self.closed = False
+        self.fully_closed = False
+        self.error: BaseException | None = None
+        self.lock: DeferredLock[tuple[Extent, Reservation]] = DeferredLock(self._give_back)
+        self._live: dict[Extent, Reservation] = {}
+        self._engine: Engine | None = None
+        self._bounce: BouncePool | None = None
+        self._error_lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def open(
+        self, roots: Sequence[Path], direct: str | bool, capacity: int | None, engine: str, depth: int, owner: str
+    ) -> None:
+        for root in roots:
+            self.files.append(open_swap_file(root, direct))
+        limits = [limit for limit in (capacity, self.budget.limit("nvme")) if limit is not None]
+        stripe = align_up(STRIPE, self.block)
+        self.space = SwapSpace(self.files, self.system, stripe=stripe, capacity=min(limits, default=None))
+        self.stats = SwapStats(len(self.files))
+        if capacity is not None:
+            self.promise.request(capacity, self.files)
+        self._bounce = BouncePool(depth if any(file.direct for file in self.files) else 0, self.budget)
+        self._engine = create_engine(
+            engine, system=self.system, bounce=self._bounce, queue_depth=depth, owner=owner or "store"
+        )
+        self.engine_name = self._engine.name
+
+    def check_usable(self) -> None:
+        self._check_process()
+        if self.closed:
+            raise SwapError("the swap store is closed")
+        if self.error is not None:
+            raise fresh(self.error)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapError(f"the swap store belongs to process {self._pid}; a forked child cannot use it")
+
+    def allocate(self, nbytes: int, label: str, kind: str) -> Extent:
+        self.check_usable()
+        reservation = self.budget.reserve("nvme", kind, nbytes, what=label)
+        try:
+            with self.lock:
+                before = [file.size for file in self.files]
+                try:
+                    segments = self.space.allocate(nbytes)
+                finally:
+                    for file, size in zip(self.files, before, strict=True):
+                        self.promise.kept(file.device, file.size - size)
+                if segments is None:
+                    raise BudgetError(
+                        tier="nvme",
+                        kind=kind,
+                        requested=nbytes,
+                        used=self.space.used_bytes,
+                        limit=self.space.capacity or 0,
+                        what=label,
+                    )
+            extent = Extent(segments=segments, nbytes=nbytes, label=label)
+            self._live[extent] = reservation
+        except BaseException:
+            reservation.release()
+            raise
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        self._check_process()
+        # One atomic pop decides, so that this works in a finalizer too.
+        reservation = self._live.pop(extent, None)
+        if reservation is not None:
+            self.lock.post((extent, reservation))
+        elif not self.closed:
+            raise SwapError(f"extent {extent.label!r} of {extent.nbytes} bytes is not allocated in this store")
+
+    def _give_back(self, item: tuple[Extent, Reservation]) -> None:
+        extent, reservation = item
+        self.space.give(extent.segments)
+        reservation.release()
+
+    def start(
+        self, extent: Extent, buffer: torch.Tensor, offset: int, nbytes: int | None, priority: int, *, write: bool
+    ) -> Ticket:
+        self.check_usable()
+        available = _check_buffer(buffer, extent)
+        nbytes = available if nbytes is None else nbytes
+        if extent not in self._live:
+            raise SwapError(f"extent {extent.label!r} of {extent.nbytes} bytes is not allocated in this store")
+        if offset < 0 or offset % PAGE:
+            raise ValueError(f"extent {extent.label!r}: offset {offset} is not a multiple of {PAGE} bytes")
+        if not 0 <= nbytes <= available:
+            raise ValueError(f"extent {extent.label!r}: {nbytes} bytes asked of a buffer of {available} bytes")
+        if offset + nbytes > extent.nbytes:
+            raise ValueError(
+                f"extent {extent.label!r}: bytes {offset} to {offset + nbytes} are beyond its {extent.nbytes} bytes"
+            )
+        pieces = self._split(extent, buffer, offset, nbytes, write)
+        ticket = Ticket(len(pieces), buffer)
+        for path, position, view, bounce in pieces:
+            self.stats.begin(write=write)
+            request = Request(
+                file=self.files[path],
+                offset=position,
+                view=view,
+                write=write,
+                done=_Completion(self, ticket, path),
+                priority=priority,
+                bounce=bounce,
+            )
+            try:
+                self._submit(request)
+            except SwapError as error:
+                # Closed meanwhile. Parts may be under way, so the caller gets a ticket to wait for, with the error.
+                request.done(request, error)
+        return ticket
+
+    def _submit(self, request: Request) -> None:
+        if self._engine is None:
+            raise SwapError("the swap store is closed")
+        if self.error is not None:
+            raise fresh(self.error)
+        self._engine.submit(request)
+
+    def _split(
+        self, extent: Extent, buffer: torch.Tensor, offset: int, nbytes: int, write: bool
+    ) -> list[tuple[int, int, memoryview, bool]]:
+        """(path, file offset, memory, bounce) of each request: cut at segments, blocks, and the last whole page."""
+        padded = align_up(nbytes, PAGE)
+        start = int(buffer.storage_offset()) * buffer.element_size()
+        # Writing may read on to the page's end in the buffer's own storage. Reading must not touch those bytes.
+        roomy = write and buffer.untyped_storage().nbytes() - start >= padded
+        view = _bytes_of(buffer, start, padded if roomy else nbytes)
+        aligned = buffer.data_ptr() % PAGE == 0
+        pieces: list[tuple[int, int, memoryview, bool]] = []
+        done = 0
+        for segment in extent.slices(offset, padded):
+            direct = self.files[segment.path].direct
+            end = done + segment.nbytes
+            position = segment.offset
+            while done < end:
+                size = min(self.block, end - done)
+                part = view[done : done + size]
+                whole = part.nbytes // PAGE * PAGE
+                if not direct or (aligned and whole == part.nbytes):
+                    pieces.append((segment.path, position, part, False))
+                elif aligned:
+                    if whole:
+                        pieces.append((segment.path, position, part[:whole], False))
+                    pieces.append((segment.path, position + whole, part[whole:], True))
+                else:
+                    pieces.append((segment.path, position, part, True))
+                done += size
+                position += size
+        return pieces
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first error and end what is queued with it."""
+        with self._error_lock:
+            if self.error is not None:
+                return
+            self.error = error
+        if self._engine is not None:
+            self._engine.cancel(error)
+
+    def close(self) -> None:
+        """See ``SwapStore.close``. Every step is idempotent, so that an interrupted close can be repeated."""
+        if os.getpid() != self._pid or self.fully_closed:
+            return
+        self.closed = True
+        idle = self._engine is None or self._engine.close(_CLOSE_SECONDS)
+        while self._live:
+            try:
+                _, reservation = self._live.popitem()
+            except KeyError:
+                break
+            reservation.release()
+        self.promise.release()
+        if not idle:
+            # A system call hangs. Closing its descriptor now could hand its number to another file.
+            return
+        for file in self.files:
+            file.close()
+        if self._bounce is not None:
+            self._bounce.close()
+        self.fully_closed = True
+
+
+class _Completion:
+    """Ends one request: counters, the store's failure, then the ticket, in this order."""
+
+    __slots__ = ("_core", "_path", "_ticket")
+
+    def __init__(self, core: _Core, ticket: Ticket, path: int) -> None:
+        self._core = core
+        self._ticket = ticket
+        self._path = path
+
+    def __call__(self, request: Request, error: BaseException | None) -> None:
+        moved = 0 if error is not None else request.view.nbytes
+        self._core.stats.end(write=request.write, path=self._path, nbytes=moved, bounced=request.bounce)
+        if error is not None:
+            strip_frames(error)
+            # Only what the request itself met fails the store; a cancelled one says "closed", or the first error.
+            if type(error) is not SwapError:
+                self._core.fail(error)
+        self._ticket.finish_part(error)
+
+
+def _check_buffer(buffer: torch.Tensor, extent: Extent) -> int:
+    """Bytes of ``buffer``; ValueError if its memory cannot be transferred as it lies."""
+    problem = ""
+    if buffer.device.type != "cpu":
+        problem = f"is on {buffer.device}, not in host memory"
+    elif buffer.layout != torch.strided or not buffer.is_contiguous():
+        problem = "is not contiguous"
+    elif buffer.is_conj() or buffer.is_neg():
+        problem = "is a lazy conjugate or negative view"
+    if problem:
+        shape = tuple(buffer.shape)
+        raise ValueError(f"extent {extent.label!r}: the buffer of shape {shape} and dtype {buffer.dtype} {problem}")
+    return buffer.numel() * buffer.element_size()
+
+
+def _bytes_of(buffer: torch.Tensor, start: int, nbytes: int) -> memoryview:
+    """The bytes ``[start, start + nbytes)`` of the buffer's storage; the view keeps the storage alive."""
+    # Explicitly on the CPU: the caller may have made another device the default.
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage(), start, (nbytes,), (1,))
+    return flat.numpy().data
