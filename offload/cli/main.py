@@ -7,6 +7,7 @@ import platform
 
 import click
 
+from offload.cli.clean import clean_command
 from offload.cli.train import train_command
 
 
@@ -33,3 +34,4 @@ def _version_of(distribution: str) -> str:
 
 
 main.add_command(train_command)
+main.add_command(clean_command)

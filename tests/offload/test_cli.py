@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from offload.cli import main
 from offload.config import load_config
+from swap.files import host_name
 
 TINY = (
     "model.hidden_size=32",
@@ -54,10 +59,18 @@ class Command:
             preexec_fn=before,
         )
 
-    def __call__(self, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    def apart(self, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs the command in a process of its own."""
         process = self.start(*arguments, before=before)
         out, err = process.communicate(timeout=100)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command in this process: most of the time of a tiny run is the import of torch."""
+        result = CliRunner().invoke(main, arguments, prog_name="offload")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
     def tree(self) -> list[str]:
         """Every file and directory below the working and the temporary directory."""
@@ -66,8 +79,12 @@ class Command:
 
 
 @pytest.fixture
-def offload(tmp_path: Path) -> Command:
-    return Command(tmp_path)
+def offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    command = Command(tmp_path)
+    monkeypatch.chdir(command.cwd)
+    monkeypatch.setattr(tempfile, "tempdir", str(command.tmp))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return command
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -77,7 +94,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def test_a_run_writes_one_directory(offload: Command) -> None:
     arguments = ["train", *TINY, "train.steps=6", "train.micro_batches=2", "train.eval_interval=3", "log.interval=2"]
-    done = offload(*arguments, "optimizer.lr=1e-2", "--run-dir", "run")
+    done = offload.apart(*arguments, "optimizer.lr=1e-2", "--run-dir", "run")
     assert done.returncode == 0, done.stderr
     assert offload.tree() == ["run", *(f"run/{name}" for name in RUN_FILES)]
     assert "held-out loss" in done.stdout and "run directory run" in done.stdout and "nvme" in done.stdout
@@ -218,7 +235,7 @@ def test_a_fault_of_the_disk_is_one_line(offload: Command) -> None:
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
 
-    done = offload("train", *TINY, "train.steps=3", "--run-dir", "run", before=small_files)
+    done = offload.apart("train", *TINY, "train.steps=3", "--run-dir", "run", before=small_files)
     assert done.returncode in (1, 2), (done.stdout, done.stderr)
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and "File too large" in lines[0] and "run/swap" in lines[0], done.stderr
@@ -232,6 +249,47 @@ def test_version(offload: Command) -> None:
 
 
 def test_help_names_the_commands(offload: Command) -> None:
-    done = offload("--help")
+    done = offload.apart("--help")
     assert done.returncode == 0 and "train" in done.stdout
     assert offload("nonsense").returncode == 2
+
+
+def leave_behind(directory: Path) -> Path:
+    """What a run that was killed at the wrong moment leaves."""
+    found = directory / f"offload-{host_name()}-{2**22}-{'0a' * 8}"
+    found.mkdir(parents=True)
+    (found / "lock").write_text("")
+    (found / "swap").write_bytes(b"x" * 8192)
+    return found
+
+
+def test_clean_removes_leftovers_and_nothing_else(offload: Command) -> None:
+    left = leave_behind(offload.cwd / "swap")
+    (offload.cwd / "swap" / "mine").write_text("keep")
+    listed = offload("clean", "swap", "--dry-run", "--json")
+    assert listed.returncode == 0 and json.loads(listed.stdout) == {"found": {f"swap/{left.name}": 8192}}
+    assert left.exists()
+    done = offload("clean", "swap")
+    assert done.returncode == 0 and "1 removed, 8.19 KB" in done.stdout
+    assert offload.tree() == ["swap", "swap/mine"]
+
+
+def test_clean_of_a_run_directory(offload: Command) -> None:
+    leave_behind(offload.cwd / "run" / "swap")
+    (offload.cwd / "run" / "metrics.jsonl").write_text("")
+    assert offload("clean", "run").returncode == 0
+    assert offload.tree() == ["run", "run/metrics.jsonl"]
+
+
+def test_clean_leaves_a_live_run_alone(offload: Command) -> None:
+    left = leave_behind(offload.cwd / "swap")
+    with open(left / "lock", "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = offload("clean", "swap", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout) == {"removed": {}}
+    assert (left / "swap").exists()
+
+
+def test_clean_of_a_path_that_is_not_there(offload: Command) -> None:
+    done = offload("clean", "none")
+    assert done.returncode == 2 and done.stderr == "error: none: no such directory\n"
