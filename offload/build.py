@@ -1,0 +1,314 @@
+"""From a module and a configuration to everything an engine owns; refuses what cannot work before anything large is allocated."""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import Config
+from offload.errors import UnsupportedModelError
+from offload.initialization import Creator, InitFn
+from offload.layout import ParameterSpec, UnitLayout, layout_unit
+from offload.machine import free_disk, host_memory
+from offload.optimizer import default_groups
+from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecord
+from offload.placement import Limits, Plan, Request, make_plan
+from offload.planes import SlotQueue
+from offload.residency import ResidentFlat, Unit, adopt
+from offload.state import FlatState
+from offload.tiers import Tier, TierMemory
+from offload.units import UnitSpec, split_units
+from optimizer_cpu.formats import StateFormat, get_format
+from swap.budget import Budget
+from swap.devices import Device, create_device
+from swap.faults import FaultPlan
+from swap.geometry import format_bytes
+from swap.store import SwapStore
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
+HOST_SHARE = 0.85
+DEVICE_SHARE = 0.9
+DISK_SHARE = 0.95
+
+
+@dataclass(slots=True, kw_only=True)
+class Blueprint:
+    """What is decided before anything is allocated."""
+
+    config: Config
+    model: nn.Module
+    device: Device
+    specs: list[UnitSpec]
+    layouts: list[UnitLayout]
+    fmt: StateFormat
+    accumulate: torch.dtype
+    plan: Plan
+    limits: Limits
+    prefetch: int
+    groups: list[dict[str, Any]]
+    optimized: set[int]
+    creator: Creator
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses by name what cannot be carried.
+
+    Raises:
+        UnsupportedModelError: wrapped or compiled modules, parameter subclasses (DTensor, quantised), trainable dtypes without fp32 masters,
+            parameters that belong to another engine.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"offload.initialize needs an nn.Module, not {type(model).__name__}")
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        label = f"{name or '(root)'} ({kind})"
+        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FlattenParamsWrapper") or kind.startswith("FSDP"):
+            raise UnsupportedModelError(f"{label}: already wrapped by another sharding or data-parallel system; pass the bare module")
+        if kind == "OptimizedModule":
+            raise UnsupportedModelError(
+                f"{label}: compiled as a whole; hooks cannot be traced. Compile the forward of each block instead: "
+                "block.forward = torch.compile(block.forward)"
+            )
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                _check_parameter(f"{name}.{key}" if name else key, parameter)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, OffloadedParameter):
+        raise UnsupportedModelError(f"parameter {name} belongs to another engine (open or closed); build the model anew")
+    uninitialised = isinstance(parameter, nn.parameter.UninitializedParameter)
+    if uninitialised or type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
+        found = type(parameter).__name__ if type(parameter) is not nn.Parameter else type(parameter.data).__name__
+        raise UnsupportedModelError(
+            f"parameter {name} is a {found}, not a plain nn.Parameter: lazy, sharded and quantised parameter classes are not supported"
+        )
+    if parameter.layout is not torch.strided:
+        raise UnsupportedModelError(f"parameter {name} has layout {parameter.layout}; only dense parameters are supported")
+    if parameter.requires_grad and parameter.dtype not in TRAINABLE:
+        raise UnsupportedModelError(
+            f"parameter {name} is trainable in {parameter.dtype}; supported are fp32, bf16 and fp16 (cast it, or set requires_grad=False)"
+        )
+
+
+def weight_dtype(name: str, parameter: nn.Parameter, config: Config) -> torch.dtype:
+    """The dtype in which a parameter rests and computes: fp32 ones are cast to `precision.compute_dtype` unless `precision.keep` names them."""
+    compute = config.precision.compute_dtype
+    if compute == "auto" or parameter.dtype != torch.float32:
+        return parameter.dtype
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.precision.keep):
+        return parameter.dtype
+    return DTYPES[compute]
+
+
+def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn | None) -> Blueprint:
+    """Splits, lays out and places the model. Allocates nothing but the device object."""
+    check_model(model)
+    fmt = get_format(config.optimizer.state_format)
+    specs = split_units(model, config.units.wrap if config.units.wrap == "auto" else list(config.units.wrap))
+    named = [item for spec in specs for item in spec.parameters]
+    creator = Creator(model, seed=config.seed, init_fn=init_fn)
+    groups = _groups(param_groups, named)
+    optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    forgotten = [name for name, p in named if p.requires_grad and id(p) not in optimized]
+    if forgotten:
+        warnings.warn(
+            f"{len(forgotten)} parameters require a gradient but are in no parameter group and will not be trained: {', '.join(forgotten[:3])}",
+            stacklevel=3,
+        )
+    layouts = [_layout(spec, config, optimized) for spec in specs]
+    device = create_device(config.device, capacity=_capacity(config), seed=config.seed)
+    try:
+        limits = _limits(config, device)
+        prefetch = 1 if config.schedule.prefetch_units == "auto" else config.schedule.prefetch_units
+        accumulate = DTYPES[config.precision.accumulate_dtype]
+        plan = make_plan(layouts, fmt, accumulate, _request(config, specs, device, prefetch), limits)
+        _warn_large_units(layouts, limits)
+    except BaseException:
+        device.close()
+        raise
+    return Blueprint(
+        config=config,
+        model=model,
+        device=device,
+        specs=specs,
+        layouts=layouts,
+        fmt=fmt,
+        accumulate=accumulate,
+        plan=plan,
+        limits=limits,
+        prefetch=prefetch,
+        groups=groups,
+        optimized=optimized,
+        creator=creator,
+    )
+
+
+def _groups(param_groups: Any, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+    if param_groups is None:
+        return default_groups(named)
+    known = {id(p) for _, p in named}
+    groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in param_groups]
+    for index, group in enumerate(groups):
+        if "params" not in group:
+            raise ValueError(f"param_groups[{index}] has no 'params'")
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        group["params"] = [p[1] if isinstance(p, tuple) else p for p in params]
+        for p in group["params"]:
+            if id(p) not in known:
+                raise ValueError(f"param_groups[{index}] holds a tensor of shape {tuple(p.shape)} that is not a parameter of the model")
+    return groups
+
+
+def _layout(spec: UnitSpec, config: Config, optimized: set[int]) -> UnitLayout:
+    parameters = []
+    for name, parameter in spec.parameters:
+        dtype = weight_dtype(name, parameter, config)
+        nbytes = parameter.numel() * dtype.itemsize
+        parameters.append(
+            ParameterSpec(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=dtype,
+                trainable=id(parameter) in optimized,
+                persistent=nbytes < config.units.persistent_below,
+            )
+        )
+    return layout_unit(spec.name, parameters)
+
+
+def _capacity(config: Config) -> int | None:
+    return None if config.memory.device == "auto" else config.memory.device
+
+
+def _limits(config: Config, device: Device) -> Limits:
+    memory = host_memory()
+    free, _ = device.memory_info()
+    device_limit: int | None = _capacity(config)
+    if device_limit is None and device.kind == "cuda":
+        device_limit = int(free * DEVICE_SHARE)
+    host = int(memory.available * HOST_SHARE) if config.memory.host == "auto" else config.memory.host
+    paths = config.memory.nvme_paths
+    if not paths:
+        nvme = 0
+    elif config.memory.nvme == "auto":
+        nvme = int(free_disk(paths) * DISK_SHARE)
+    else:
+        nvme = config.memory.nvme
+    return Limits(
+        device=device_limit, host=host, nvme=nvme, memory_available=memory.available, memory_limited_by=memory.limited_by
+    )
+
+
+def _request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch: int) -> Request:
+    placement = config.placement
+    return Request(
+        tiers={"parameters": placement.parameters, "optimizer": placement.optimizer, "gradients": placement.gradients},
+        roots=[[spec.index, *spec.borrows] for spec in specs],
+        held=sorted({i for spec in specs if spec.kind == "container" for i in (spec.index, *spec.borrows)}),
+        prefetch=prefetch,
+        staging=None if config.swap.staging == "auto" else config.swap.staging,
+        chunk=None if config.swap.chunk == "auto" else config.swap.chunk,
+        aliases_host=device.aliases_host,
+        device_is_host_memory=device.kind != "cuda",
+        rest_on_device=device.kind == "cuda" or config.memory.device != "auto",
+    )
+
+
+def _warn_large_units(layouts: Sequence[UnitLayout], limits: Limits) -> None:
+    if limits.device is None:
+        return
+    for unit in layouts:
+        if unit.nbytes > limits.device:
+            warnings.warn(
+                f"unit {unit.name} holds {format_bytes(unit.nbytes)} of weights, more than memory.device = {format_bytes(limits.device)}: "
+                "it can only be used where its weights rest; split it (units.wrap) or raise memory.device",
+                stacklevel=4,
+            )
+
+
+def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
+    """The budget and the memory of all tiers; the swap store only if something rests on nvme. `faults` goes beneath its engine."""
+    plan, limits, config = blueprint.plan, blueprint.limits, blueprint.config
+    budget = Budget({"device": limits.device, "host": limits.host, "nvme": limits.nvme})
+    memory = TierMemory(device=blueprint.device, budget=budget, poison=blueprint.device.kind == "sim")
+    try:
+        memory.open_staging(plan.staging, plan.slot_bytes)
+        nvme = plan.total(Tier.NVME)
+        if nvme:
+            swap = config.swap
+            memory.store = SwapStore(
+                config.memory.nvme_paths,
+                engine=swap.engine,
+                capacity=nvme,
+                budget=budget,
+                block=None if swap.block == "auto" else swap.block,
+                queue_depth=None if swap.queue_depth == "auto" else swap.queue_depth,
+                direct=swap.direct,
+                faults=faults,
+            )
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+def build_units(
+    blueprint: Blueprint, memory: TierMemory, host: ParameterHost
+) -> tuple[list[Unit], dict[tuple[int, int], FlatState]]:
+    """Takes the model's parameters over, unit by unit: creates those on the meta device, stores all planes, frees the originals."""
+    units: list[Unit] = []
+    states: dict[tuple[int, int], FlatState] = {}
+    queue = SlotQueue(memory)
+    try:
+        for spec, layout in zip(blueprint.specs, blueprint.layouts, strict=True):
+            parameters = dict(spec.parameters)
+            blueprint.creator.create(list(parameters.values()))
+            unit = Unit(index=spec.index, name=spec.name, flats=[])
+            for index, flat in enumerate(layout.flats):
+                tiers = blueprint.plan.flats[spec.index, index]
+                state = FlatState(
+                    memory,
+                    flat,
+                    blueprint.fmt,
+                    weight_tier=tiers.weight,
+                    state_tier=tiers.optimizer,
+                    gradient_tier=tiers.gradients,
+                    accumulate=blueprint.accumulate,
+                    chunk=blueprint.plan.chunk,
+                )
+                states[spec.index, index] = state
+                state.create(lambda slot: parameters[slot.name].detach().cpu(), queue)  # noqa: B023 - used at once
+                records = [
+                    ParameterRecord(
+                        name=slot.name, parameter=parameters[slot.name], unit=spec.index, flat=index, slot=slot, host=host
+                    )
+                    for slot in flat.slots
+                ]
+                unit.flats.append(ResidentFlat(flat=flat, plane=state.weight, records=records))
+            units.append(unit)
+            adopt(unit, memory.device.torch_device)
+    except BaseException:
+        for state in states.values():
+            state.close()
+        raise
+    return units, states
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> int:
+    """Buffers live on the compute device; returns their bytes."""
+    total = 0
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                if buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+                total += buffer.numel() * buffer.element_size()
+    return total

@@ -1,0 +1,654 @@
+"""The engine: what users call around their model."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from offload.binding import Binding
+from offload.build import Blueprint, build_units, draw_up, move_buffers, open_memory
+from offload.config import Config, load_config
+from offload.describe import placement_table
+from offload.errors import GradientError, OffloadError
+from offload.gradients import Held, norm_factor
+from offload.initialization import InitFn
+from offload.optimizer import EngineOptimizer
+from offload.parameters import ParameterRecord, record_of
+from offload.planes import Loader, SlotQueue
+from offload.randomness import seed_everything
+from offload.residency import Residency, Unit
+from offload.results import MemoryReport, StepResult
+from offload.scaler import LossScaler
+from offload.state import FlatState, Update
+from offload.step import run_jobs
+from offload.tiers import Tier
+from optimizer_cpu import AdamWHyper, kernels
+from swap.faults import FaultPlan
+
+log = logging.getLogger("offload")
+
+KINDS = ("weight", "parameter", "exp_avg", "exp_avg_sq", "grad")
+
+
+class Status(enum.Enum):
+    """Life cycle of an engine."""
+
+    READY = "ready"
+    STEPPING = "in its optimizer step"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+_TRANSITIONS = {
+    (Status.READY, Status.STEPPING),
+    (Status.STEPPING, Status.READY),
+    (Status.STEPPING, Status.FAILED),
+    (Status.READY, Status.CLOSED),
+    (Status.FAILED, Status.CLOSED),
+    (Status.STEPPING, Status.CLOSED),
+}
+
+
+class Engine:
+    """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme. Made by `offload.initialize`."""
+
+    def __init__(self, blueprint: Blueprint, *, lr_scheduler: Any, faults: FaultPlan | None) -> None:
+        self.config: Config = blueprint.config
+        self.module: nn.Module = blueprint.model
+        self.lr_scheduler: Any = None
+        self._ready = False
+        self._status = Status.READY
+        self._blueprint = blueprint
+        self._lock = threading.RLock()
+        self._calls = 0
+        self._backward_depth = 0
+        self._clip_factor = 1.0
+        self._step_count = self._skipped_steps = 0
+        self._last_unit: int | None = None
+        self._memory = open_memory(blueprint, faults)
+        self._loader = Loader(self._memory)
+        self._states: dict[tuple[int, int], FlatState] = {}
+        try:
+            self._buffer_bytes = move_buffers(self.module, self._memory.device.torch_device)
+            units, self._states = build_units(blueprint, self._memory, self)
+            self._gradient_queue, self._step_queue = SlotQueue(self._memory), SlotQueue(self._memory)
+            self._residency = Residency(self._memory, units, self._loader, blueprint.plan.total(Tier.DEVICE))
+            self._residency.persist = self._persist
+            self._records = {record.name: record for unit in units for record in unit.records}
+            self._trainable = {name: r for name, r in self._records.items() if r.slot.trainable}
+            self._steps = dict.fromkeys(self._trainable, 0)
+            self._binding = self._bind(blueprint, units)
+            self._scaler = self._make_scaler()
+            self.optimizer = self._make_optimizer(blueprint)
+            if lr_scheduler is not None:
+                self.lr_scheduler = lr_scheduler(self.optimizer) if not hasattr(lr_scheduler, "step") else lr_scheduler
+        except BaseException:
+            self._release_everything()
+            raise
+        self._ready = True
+
+    def _bind(self, blueprint: Blueprint, units: Sequence[Unit]) -> Binding:
+        binding = Binding(self._residency, self._gradient_arrived, blueprint.prefetch)
+        for spec in blueprint.specs:
+            binding.attach(spec.root, [units[spec.index], *(units[i] for i in spec.borrows)])
+        for record in self._records.values():
+            if record.parameter.requires_grad:
+                binding.watch(record)
+        return binding
+
+    def _make_scaler(self) -> LossScaler | None:
+        if not any(r.slot.trainable and self._state(r).flat.dtype == torch.float16 for r in self._records.values()):
+            return None
+        precision = self.config.precision
+        dynamic = precision.loss_scale == "dynamic"
+        return LossScaler(
+            scale=float(precision.initial_loss_scale if precision.loss_scale == "dynamic" else precision.loss_scale),
+            dynamic=dynamic,
+            window=precision.loss_scale_window,
+            minimum=precision.min_loss_scale,
+            hysteresis=precision.hysteresis,
+        )
+
+    def _make_optimizer(self, blueprint: Blueprint) -> EngineOptimizer:
+        settings = self.config.optimizer
+        defaults = {"lr": settings.lr, "betas": tuple(settings.betas), "eps": settings.eps, "weight_decay": settings.weight_decay}
+        groups = blueprint.groups
+        if not any(group["params"] for group in groups):
+            groups = [{"params": [torch.nn.Parameter(torch.zeros(0))]}]  # torch refuses an optimizer without parameters
+        return EngineOptimizer(self, groups, defaults)
+
+    # Forward and backward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, its outputs untouched."""
+        self._check("called")
+        self._calls += 1
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            if self._calls == 1:
+                self._binding.unwind()
+            raise
+        finally:
+            self._calls -= 1
+
+    def train(self, mode: bool = True) -> Engine:
+        """`module.train(mode)`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """`module.eval()`."""
+        return self.train(False)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, **kwargs: Any) -> None:
+        """`loss.backward(gradient, **kwargs)`, with the loss scale under fp16. Gradients add up until `step()`; nothing is divided."""
+        self._check("backward was called")
+        if self._scaler is not None and self._scaler.scale != 1.0:
+            loss = loss * self._scaler.scale
+        self._backward_depth += 1
+        try:
+            loss.backward(gradient, **kwargs)  # type: ignore[no-untyped-call]
+        except BaseException:
+            if self._backward_depth == 1 and not self._binding.in_forward:
+                self._binding.reset()
+            raise
+        finally:
+            self._backward_depth -= 1
+
+    def _gradient_arrived(self, record: ParameterRecord, gradient: Tensor) -> None:
+        if self._status is not Status.READY:
+            raise GradientError(f"{record.name}: a gradient arrived while the engine is {self._status.value}")
+        if record.name not in self._trainable:
+            return  # it requires a gradient but is in no parameter group; initialize said so
+        if gradient.layout is not torch.strided:
+            raise GradientError(f"{record.name}: a sparse gradient; build the embedding with sparse=False")
+        if self._scaler is not None and self._backward_depth == 0:
+            raise GradientError(f"{record.name}: under fp16 use engine.backward(loss), which applies the loss scale, not loss.backward()")
+        if self._clip_factor != 1.0:
+            raise GradientError(f"{record.name}: a gradient arrived after clip_grad_norm_(); clip once, after the last backward")
+        with self._lock:
+            if self._last_unit is not None and self._last_unit != record.unit:
+                self._settle_unit(self._last_unit)
+            self._last_unit = record.unit
+            gradients = self._state(record).gradients
+            assert gradients is not None
+            gradients.add(record.name, gradient, self._gradient_queue)
+
+    def _settle_unit(self, index: int) -> None:
+        for flat in self._residency.units[index].flats:
+            gradients = self._states[index, self._residency.units[index].flats.index(flat)].gradients
+            if gradients is not None:
+                gradients.settle_all()
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        self._check("zero_grad was called")
+        self._binding.end_step()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        with self._lock:
+            self._gradient_queue.drain()
+            self._clip_factor = 1.0
+            for state in self._states.values():
+                if state.gradients is not None:
+                    state.gradients.drop()
+
+    # The step
+
+    def _held(self) -> list[ParameterRecord]:
+        """Parameters with a gradient that will be updated, in registration order."""
+        return [
+            r
+            for name, r in self._trainable.items()
+            if self._gradients(r).held(name) is not Held.NOTHING and r.parameter.requires_grad
+        ]
+
+    def _gradients(self, record: ParameterRecord) -> Any:
+        return self._state(record).gradients
+
+    def _norm(self, held: Sequence[ParameterRecord]) -> tuple[float, str | None]:
+        """The norm of the accumulated gradients as they rest, and the first parameter whose gradient is not finite."""
+        partials = []
+        bad: str | None = None
+        for record in held:
+            sums = self._gradients(record).square_sums(record.slot)
+            partials.append(sums)
+            if bad is None and not bool(torch.isfinite(sums).all()):
+                bad = record.name
+        return kernels.total_norm(partials), bad
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before, as torch's function.
+
+        The factor is applied inside the optimizer's kernel; gradients read afterwards show it.
+        """
+        self._check("clip_grad_norm_ was called")
+        self._binding.unwind()
+        with self._lock:
+            norm = self._norm(self._held())[0] / self._scale * self._clip_factor
+            self._clip_factor *= norm_factor(norm, float(max_norm))
+        return torch.tensor(norm)
+
+    def step(self) -> StepResult:
+        """One AdamW step with the gradients summed since the last one; the only optimizer boundary there is.
+
+        A step with a non-finite gradient (with `optimizer.check_finite`, or under fp16) changes nothing and names the parameter.
+
+        Raises:
+            OffloadError: the engine is closed, or an earlier step was cut short.
+            SwapIOError: a transfer failed; the engine is then failed, since part of the state is new and part old.
+        """
+        self._check("step was called")
+        self._binding.end_step()
+        with self._lock:
+            result = self._step()
+        if result.stepped:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        return result
+
+    def _step(self) -> StepResult:
+        settings = self.config.optimizer
+        self._gradient_queue.drain()
+        held = self._held()
+        scale, norm = self._scale, None
+        check = settings.check_finite or self._scaler is not None
+        if check or settings.max_grad_norm is not None:
+            raw, bad = self._norm(held)
+            norm = raw / scale * self._clip_factor
+            if check and bad is not None:
+                return self._skip(bad, norm, scale)
+        factor = self._clip_factor * norm_factor(norm, settings.max_grad_norm) if norm is not None else self._clip_factor
+        self._run(held, factor / scale)
+        self._step_count += 1
+        if self._scaler is not None:
+            self._scaler.update(overflow=False)
+        self._drop_gradients()
+        return StepResult(stepped=True, grad_norm=norm, loss_scale=scale)
+
+    def _skip(self, bad: str, norm: float, scale: float) -> StepResult:
+        self._skipped_steps += 1
+        reason = f"the gradient of {bad} is not finite (global norm {norm})"
+        log.warning("step skipped: %s; %d skipped so far", reason, self._skipped_steps)
+        if self._scaler is not None:
+            self._scaler.update(overflow=True)
+        self._drop_gradients()
+        return StepResult(stepped=False, skipped_reason=reason, grad_norm=norm, loss_scale=scale)
+
+    def _run(self, held: Sequence[ParameterRecord], grad_scale: float) -> None:
+        """Updates every parameter in `held`; their units' weights are a new generation afterwards."""
+        hypers = self._hypers(held)
+        by_state: dict[tuple[int, int], list[Update]] = {}
+        for record in held:
+            by_state.setdefault((record.unit, record.flat), []).append(Update(slot=record.slot, hyper=hypers[record.name]))
+        staging = self._memory.staging
+        assert staging is not None
+        self._change(Status.STEPPING)
+        try:
+            jobs = (job for key in sorted(by_state) for job in self._states[key].jobs(by_state[key]))
+            run_jobs(jobs, self._step_queue, grad_scale, ahead=min(2, staging.count - 1))
+        except BaseException:
+            if self._status is Status.STEPPING:
+                self._change(Status.FAILED)
+            raise
+        for record in held:
+            self._steps[record.name] += 1
+        for index in {record.unit for record in held}:
+            self._residency.units[index].generation += 1
+        self._change(Status.READY)
+
+    def _hypers(self, held: Sequence[ParameterRecord]) -> dict[str, AdamWHyper]:
+        group_of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        hypers: dict[str, AdamWHyper] = {}
+        made: dict[tuple[int, int], AdamWHyper] = {}
+        for record in held:
+            group, step = group_of[id(record.parameter)], self._steps[record.name] + 1
+            key = (id(group), step)
+            if key not in made:
+                beta1, beta2 = group["betas"]
+                made[key] = AdamWHyper(
+                    lr=float(group["lr"]),
+                    beta1=float(beta1),
+                    beta2=float(beta2),
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                    step=step,
+                )
+            hypers[record.name] = made[key]
+        return hypers
+
+    def train_batch(self, micro_batches: Iterable[Any], loss_fn: Callable[[Any, Any], Any] | None = None) -> StepResult:
+        """Forward and backward of all micro-batches of one optimizer step, then the step.
+
+        A micro-batch is a dict (keyword arguments), a tuple (arguments) or a tensor. `loss_fn(outputs, micro_batch)` gives a loss to average
+        over the micro-batches (default: `outputs.loss`), or a pair (sum of losses, number of target tokens), which are averaged over all
+        tokens of the step. Before each micro-batch the global generators are seeded from (seed, step, micro-batch).
+        """
+        self._check("train_batch was called")
+        batches = list(micro_batches)
+        if not batches:
+            raise ValueError("train_batch needs at least one micro-batch")
+        total, tokens = 0.0, 0
+        for index, batch in enumerate(batches):
+            seed_everything(self.config.seed, self._step_count + self._skipped_steps, index)
+            outputs = self._forward(batch)
+            value = outputs.loss if loss_fn is None else loss_fn(outputs, batch)
+            if isinstance(value, tuple):
+                loss, count = value
+                tokens += int(count)
+                self.backward(loss)
+                total += float(loss.detach())
+            else:
+                loss = value / len(batches)
+                self.backward(loss)
+                total += float(loss.detach())
+        if tokens:
+            # The number of tokens is only known at the end, so it divides the sum of the gradients, in the kernel.
+            self._clip_factor /= tokens
+            total /= tokens
+        result = self.step()
+        return StepResult(
+            stepped=result.stepped,
+            skipped_reason=result.skipped_reason,
+            grad_norm=result.grad_norm,
+            loss_scale=result.loss_scale,
+            loss=total,
+        )
+
+    def _forward(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        if isinstance(batch, (tuple, list)):
+            return self(*batch)
+        return self(batch)
+
+    # Reading and editing state
+
+    def access(
+        self, records: Iterable[ParameterRecord], *, modified: Iterable[ParameterRecord] = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        """Leases on the units of `records`, with views packed if autograd saves them. Used by offloaded parameters themselves."""
+        return self._access({r.unit for r in (*records, *modified)})
+
+    @contextmanager
+    def _access(self, indices: set[int]) -> Iterator[None]:
+        units = [self._residency.units[i] for i in sorted(indices)]
+        with contextlib.ExitStack() as stack:
+            for unit in units:
+                self._residency.acquire(unit)
+                stack.callback(self._residency.release, unit)
+            with self._binding.saving():
+                yield
+
+    @contextmanager
+    def gathered(self, params: Any = None, modify: bool = False) -> Iterator[None]:
+        """Full parameters readable in place, on the device: all, or `params` (a parameter, or several, or names).
+
+        With `modify`, what is written to them (also through `.data`) becomes their value; elements that did not change keep the low bits of
+        their fp32 master. All of them must fit memory.device at once.
+        """
+        self._check("gathered was called")
+        records = self._select(params)
+        units = [self._residency.units[i] for i in sorted({r.unit for r in records})]
+        acquired: list[Unit] = []
+        try:
+            for unit in units:
+                self._residency.acquire(unit)
+                acquired.append(unit)
+            yield
+        finally:
+            with contextlib.ExitStack() as stack:
+                for unit in acquired:
+                    stack.callback(self._residency.release, unit)
+                if modify:
+                    for unit in acquired:
+                        self._residency.keep_writes(unit, [r for r in records if r.unit == unit.index])
+
+    def _select(self, params: Any) -> list[ParameterRecord]:
+        if params is None:
+            return list(self._records.values())
+        items = [params] if isinstance(params, (str, Tensor)) else list(params)
+        return [self._record(item) for item in items]
+
+    def _record(self, item: Any) -> ParameterRecord:
+        record = self._records.get(item) if isinstance(item, str) else record_of(item)
+        if record is None or record.host is not self:
+            what = item if isinstance(item, str) else f"a tensor of shape {tuple(item.shape)}"
+            raise ValueError(f"{what} is not a parameter of this engine")
+        return record
+
+    def _persist(self, unit: Unit, records: list[ParameterRecord]) -> None:
+        """Carries values written to resident parameters over to their planes."""
+        for record in records:
+            data = record.parameter.data.detach().reshape(-1)
+            value = data
+            if not self._memory.device.aliases_host:
+                value = torch.empty_like(data, device="cpu")
+                self._memory.copy_out(value, data).wait()
+            self._state(record).write(record.slot, self._step_queue, weight=value)
+
+    def read_weight(self, record: ParameterRecord) -> Tensor:
+        """A CPU copy of a parameter's weight in its own dtype."""
+        self._check(f"{record.name} was read")
+        out = torch.empty(record.slot.numel, dtype=self._state(record).flat.dtype)
+        if record.slot.numel:
+            with self._lock:
+                self._state(record).read_weight(record.slot, self._step_queue, out)
+        return out.view(record.slot.shape)
+
+    def held_gradient(self, record: ParameterRecord) -> Tensor | None:
+        """A copy of the accumulated gradient on the compute device in the parameter's dtype, or None."""
+        value = self.get_full(record.name, "grad")
+        if value is None:
+            return None
+        return value.to(self._memory.device.torch_device, self._state(record).flat.dtype)
+
+    def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None:
+        """Makes `value` the parameter's gradient; None forgets it."""
+        gradients = self._state(record).gradients
+        if gradients is None or record.name not in self._trainable:
+            if value is not None:
+                raise GradientError(f"{record.name}: not trained by this engine, so it takes no gradient")
+            return
+        with self._lock:
+            if value is None:
+                self._gradient_queue.drain()
+                gradients.drop(record.name)
+            else:
+                gradients.replace(record.name, value.detach().to(self._memory.device.torch_device), self._gradient_queue)
+
+    def get_full(self, name: str, kind: str = "parameter") -> Tensor | None:
+        """One parameter's whole value as a new CPU tensor of its shape.
+
+        `kind`: "parameter" (the fp32 master; the weight itself if it is not trained), "weight" (compute dtype), "exp_avg", "exp_avg_sq" (fp32),
+        or "grad" (the accumulated, unscaled gradient in the accumulation dtype; None without one).
+        """
+        self._check("get_full was called")
+        record = self._record(name)
+        if kind not in KINDS:
+            raise ValueError(f"get_full: unknown kind {kind!r}; known: {', '.join(KINDS)}")
+        if kind == "weight" or (kind == "parameter" and name not in self._trainable):
+            return self.read_weight(record)
+        if name not in self._trainable:
+            if kind == "grad":
+                return None
+            raise ValueError(f"{name} is not trained, so it has no {kind}")
+        with self._lock:
+            if kind == "grad":
+                value = self._gradients(record).read(name, self._gradient_queue)
+                factor = self._clip_factor / self._scale
+                return None if value is None else (value if factor == 1.0 else value * factor).view(record.slot.shape)
+            if record.slot.numel == 0:
+                return torch.empty(record.slot.shape)
+            state = self._state(record).read_state(record.slot, self._step_queue)
+            return state["master" if kind == "parameter" else kind].view(record.slot.shape)
+
+    def set_full(self, name: str, kind: str, value: Tensor) -> None:
+        """Replaces one parameter's "parameter" (fp32 master and weight), "exp_avg", "exp_avg_sq" or "grad"."""
+        self._check("set_full was called")
+        record = self._record(name)
+        if tuple(value.shape) != record.slot.shape:
+            raise ValueError(f"{name}: a value of shape {tuple(value.shape)} for a parameter of shape {record.slot.shape}")
+        if kind == "grad":
+            self.replace_gradient(record, value)
+            return
+        if kind not in ("parameter", "exp_avg", "exp_avg_sq") or (kind != "parameter" and name not in self._trainable):
+            raise ValueError(f"{name}: cannot set {kind!r}")
+        flat = value.detach().to("cpu", torch.float32).reshape(-1)
+        with self._lock:
+            self._state(record).write(
+                record.slot, self._step_queue, planes={"master" if kind == "parameter" else kind: flat}
+            )
+            self._residency.units[record.unit].generation += 1
+
+    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter once (a tied one under its first name) as a CPU tensor in its compute dtype, one at a time."""
+        for name, record in self._records.items():
+            yield name, self.read_weight(record)
+
+    def named_full_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every parameter with its fp32 value ("parameter"), moments and step count, on the CPU, one at a time; frozen ones with the value only."""
+        for name in self._records:
+            entry: dict[str, Any] = {"parameter": self.get_full(name)}
+            if name in self._trainable:
+                entry["exp_avg"] = self.get_full(name, "exp_avg")
+                entry["exp_avg_sq"] = self.get_full(name, "exp_avg_sq")
+                entry["step"] = self._steps[name]
+            yield name, entry
+
+    # Reports
+
+    def counters(self) -> dict[str, int]:
+        """Bytes moved so far, steps, skipped steps and unit loads."""
+        store = self._memory.store
+        return {
+            "nvme_read_bytes": store.stats.read_bytes if store else 0,
+            "nvme_write_bytes": store.stats.write_bytes if store else 0,
+            "h2d_bytes": self._memory.h2d_bytes,
+            "d2h_bytes": self._memory.d2h_bytes,
+            "steps": self._step_count,
+            "skipped_steps": self._skipped_steps,
+            "unit_loads": sum(unit.loads for unit in self._residency.units),
+        }
+
+    def memory(self) -> MemoryReport:
+        """Planned and measured bytes by tier and kind."""
+        budget, tiers = self._memory.budget, [str(t) for t in Tier]
+        resident = psutil.Process(os.getpid()).memory_info().rss
+        in_memory = budget.used("host") + (budget.used("device") if self._memory.device.kind != "cuda" else 0)
+        return MemoryReport(
+            planned=self._blueprint.plan.planned,
+            current={t: budget.used_by_kind(t) for t in tiers},
+            peak={t: budget.peak_by_kind(t) for t in tiers},
+            limits={t: budget.limit(t) for t in tiers},
+            resident=resident,
+            workspace=max(0, resident - in_memory),
+        )
+
+    def describe(self) -> str:
+        """The placement table and the plan, for people."""
+        return placement_table(self._blueprint, self._memory)
+
+    def resident_units(self) -> list[str]:
+        """Units that take device memory beyond what their placement says; none between steps."""
+        return self._residency.resident_units()
+
+    # Life cycle
+
+    def _state(self, record: ParameterRecord) -> FlatState:
+        return self._states[record.unit, record.flat]
+
+    def _change(self, status: Status) -> None:
+        if (self._status, status) not in _TRANSITIONS:
+            raise OffloadError(f"the engine cannot go from {self._status.value} to {status.value}")
+        self._status = status
+
+    def _check(self, action: str) -> None:
+        if self._status is Status.READY:
+            return
+        hint = ": an optimizer step was cut short, so the state is partly old and partly new" if self._status is Status.FAILED else ""
+        raise OffloadError(f"the engine is {self._status.value}{hint}; {action}")
+
+    def close(self) -> None:
+        """Ends I/O, releases memory, files and threads. Parameters are gone afterwards: export or gather what you need first. Idempotent."""
+        if self._status is Status.CLOSED:
+            return
+        self._change(Status.CLOSED)
+        self._release_everything()
+
+    def _release_everything(self) -> None:
+        binding = getattr(self, "_binding", None)
+        if binding is not None:
+            binding.detach()
+        residency = getattr(self, "_residency", None)
+        if residency is not None:
+            residency.close()
+        try:
+            self._memory.close()
+        finally:
+            self._loader.close()
+            for state in self._states.values():
+                state.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_ready", False) and self._status is not Status.CLOSED:
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def __deepcopy__(self, memo: object) -> Engine:
+        raise TypeError("an engine cannot be copied: copy the module, whose copy is an ordinary model")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an engine cannot be pickled: pickle the module, whose copy is an ordinary model")
+
+
+def initialize(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    *,
+    param_groups: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    init_fn: InitFn | None = None,
+    faults: FaultPlan | None = None,
+) -> Engine:
+    """Takes a model over and returns its engine.
+
+    Args:
+        model: any `nn.Module`, built normally (its memory is given up as it is taken over) or under `offload.empty_init()`.
+        config: an `offload.Config`, a dict, or a path to a .toml or .json file.
+        param_groups: as for `torch.optim.AdamW`; by default one group of everything that requires a gradient.
+        lr_scheduler: a callable that makes a torch scheduler from the optimizer, or a scheduler; stepped by `engine.step()`, not on skipped steps.
+        init_fn: `init_fn(module)` gives initial values to the parameters that `module` owns directly; for models on the meta device.
+        faults: faults to inject beneath the I/O engine, for tests and drills.
+
+    Raises:
+        ConfigError, PlanError, UnsupportedModelError, SwapPathError, BudgetError: all `ValueError`s, before anything large is allocated.
+    """
+    resolved = load_config(dict(config) if isinstance(config, Mapping) else config)
+    groups = None if param_groups is None else list(param_groups)
+    blueprint = draw_up(model, resolved, groups, init_fn)
+    return Engine(blueprint, lr_scheduler=lr_scheduler, faults=faults)

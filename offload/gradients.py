@@ -1,0 +1,297 @@
+"""Gradients between backward and step: summed as they arrive, resting on any tier, one flat at a time.
+
+The first contribution to a parameter rests in the dtype it was computed in (`raw` plane); the second converts the sum to the accumulation dtype
+(`sum` plane), where later ones are added, in the order of the backward calls. So the numbers do not depend on the tier. Parameters smaller
+than a block share pages with others; on nvme their gradients stay on the host, which costs at most a few blocks a unit.
+
+Sums of squares are taken block by block of each parameter from the final gradient: on nvme while it passes through memory, elsewhere on demand.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.errors import GradientError
+from offload.layout import Flat, Slot
+from offload.planes import Carver, Completion, Operand, Plane, SlotQueue
+from offload.tiers import Tier, TierMemory
+from optimizer_cpu import kernels
+from optimizer_cpu.formats import PlaneSpec
+
+
+class Held(enum.Enum):
+    """What is held of one parameter's gradient. Where the two dtypes are equal, sums stay in the raw plane."""
+
+    NOTHING = "nothing"
+    RAW = "one contribution in its own dtype"
+    SUM = "a sum in the accumulation dtype"
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One parameter's gradient; `partials` are the fp64 sums of squares per block, or None until they are known."""
+
+    slot: Slot
+    held: Held = Held.NOTHING
+    partials: Tensor | None = None
+    pending: tuple[Completion, Tensor] | None = None  # a copy under way and the device tensor it reads
+
+
+class FlatGradients:
+    """Gradients of the trainable parameters of one flat.
+
+    `chunk` is the number of elements moved at a time through staging.
+    """
+
+    def __init__(self, memory: TierMemory, flat: Flat, tier: Tier, *, accumulate: torch.dtype, chunk: int) -> None:
+        self.memory, self.flat, self.tier, self.chunk = memory, flat, tier, chunk
+        self.raw_spec = PlaneSpec(name="grad", dtype=flat.dtype)
+        self.sum_spec = PlaneSpec(name="grad", dtype=accumulate)
+        self._entries = {slot.name: _Entry(slot) for slot in flat.slots if slot.trainable}
+        self._planes: dict[tuple[Held, bool], Plane] = {}
+
+    # Planes. A flat on nvme has two of each kind: large parameters in the swap file, small ones (the shared blocks) on the host.
+
+    def _plane(self, held: Held, small: bool) -> Plane:
+        apart = small and self.tier is Tier.NVME
+        if (held, apart) not in self._planes:
+            spec = self.raw_spec if held is Held.RAW else self.sum_spec
+            tier = Tier.HOST if apart else self.tier
+            elements = self.flat.trainable_end - (self.flat.shared_start if apart else 0)
+            if self.tier is Tier.NVME and not apart:
+                elements = self.flat.shared_start
+            what = f"{self.flat.unit} gradients"
+            self._planes[held, apart] = Plane(self.memory, spec, elements, tier, kind="gradients", what=what, zero=False)
+        return self._planes[held, apart]
+
+    def _locate(self, entry: _Entry, held: Held) -> Plane:
+        """The plane of kind `held` that the parameter's gradient rests in."""
+        return self._plane(held, entry.slot.small)
+
+    # Arrival
+
+    def add(self, name: str, gradient: Tensor, queue: SlotQueue) -> None:
+        """Adds one contribution: a device tensor of the parameter's shape and dtype."""
+        entry = self._entries[name]
+        gradient = gradient.detach().reshape(-1)
+        if gradient.dtype != self.flat.dtype:
+            gradient = gradient.to(self.flat.dtype)
+        self.settle(entry)
+        entry.partials = None
+        first = entry.held is Held.NOTHING
+        target = Held.RAW if first or self.raw_spec.dtype == self.sum_spec.dtype else Held.SUM
+        if entry.slot.numel:
+            plane = self._locate(entry, target)
+            if plane.tier is Tier.NVME:
+                self._add_streamed(entry, gradient, target, queue)
+            elif plane.tier is Tier.DEVICE or self.memory.device.aliases_host:
+                self._add_in_place(entry, gradient, target, 0)
+            elif first:
+                out = plane.view(*self._range(entry, plane))
+                entry.pending = (self.memory.copy_out(out, gradient), gradient)
+            else:
+                self._add_transferred(entry, gradient, target, queue)
+        entry.held = target
+
+    def _range(self, entry: _Entry, plane: Plane, start: int = 0, stop: int | None = None) -> tuple[int, int]:
+        """The elements `[start, stop)` of the parameter in the plane's own elements."""
+        base = self.flat.shared_start if entry.slot.small and self.tier is Tier.NVME else 0
+        offset = entry.slot.offset - base
+        return offset + start, offset + (entry.slot.numel if stop is None else stop)
+
+    def _add_in_place(self, entry: _Entry, gradient: Tensor, target: Held, start: int) -> None:
+        """Adds `gradient`, elements from `start` of the parameter on, where the plane can be addressed by whoever holds the gradient."""
+        plane = self._locate(entry, target)
+        stop = start + gradient.numel()
+        out = plane.view(*self._range(entry, plane, start, stop))
+        if entry.held is Held.NOTHING:
+            out.copy_(gradient)
+            return
+        if entry.held is not target:
+            before = self._locate(entry, entry.held)
+            out.copy_(before.view(*self._range(entry, before, start, stop)))
+        kernels.accumulate_(out, gradient)
+
+    def _add_transferred(self, entry: _Entry, gradient: Tensor, target: Held, queue: SlotQueue) -> None:
+        """Adds to a host plane from a device with memory of its own, piece by piece through a staging slot."""
+        for start in range(0, gradient.numel(), self.chunk):
+            piece = gradient[start : start + self.chunk]
+            staging = queue.acquire()
+            try:
+                landed = Carver(staging).take(piece.numel(), piece.dtype)
+                self.memory.copy_out(landed, piece).wait()
+                self._add_in_place(entry, landed, target, start)
+            finally:
+                queue.give_back(staging, [])
+
+    def _add_streamed(self, entry: _Entry, gradient: Tensor, target: Held, queue: SlotQueue) -> None:
+        """Adds to an nvme plane piece by piece through a staging slot: read, add, write back; the sums of squares on the way."""
+        slot, device = entry.slot, self.memory.device
+        plane = self._locate(entry, target)
+        if entry.held is not Held.NOTHING:
+            queue.drain()  # what is read below may still be on its way to the disk
+        partials = []
+        for lo, hi in self.flat.chunks(self.chunk, slot.offset, slot.end):
+            staging = queue.acquire()
+            after: list[Completion] = []
+            try:
+                carver = Carver(staging)
+                landed = gradient[lo - slot.offset : hi - slot.offset]
+                if not device.aliases_host:
+                    piece, landed = landed, carver.take(hi - lo, gradient.dtype)
+                    self.memory.copy_out(landed, piece).wait()
+                total = carver.take(hi - lo, plane.spec.dtype)
+                if entry.held is Held.NOTHING:
+                    total.copy_(landed)
+                else:
+                    before = self._locate(entry, entry.held)
+                    earlier = total if before is plane else carver.take(hi - lo, before.spec.dtype)
+                    before.submit_read(lo, hi, earlier).wait()
+                    if before is not plane:
+                        total.copy_(earlier)
+                    kernels.accumulate_(total, landed)
+                partials.append(kernels.square_sums(total))
+                after.append(plane.submit_write(lo, hi, total))
+            finally:
+                queue.give_back(staging, after)
+        entry.partials = torch.cat(partials)
+
+    @staticmethod
+    def settle(entry: _Entry) -> None:
+        """Waits for a first contribution that is still on its way to the host."""
+        if entry.pending is not None:
+            entry.pending[0].wait()
+            entry.pending = None
+
+    # Use
+
+    def held(self, name: str) -> Held:
+        entry = self._entries.get(name)
+        return Held.NOTHING if entry is None else entry.held
+
+    def settle_all(self) -> None:
+        """Waits for every first contribution on its way, which lets go of the device's gradients."""
+        for entry in self._entries.values():
+            self.settle(entry)
+
+    def square_sums(self, slot: Slot) -> Tensor:
+        """fp64 sums of squares per block of the parameter at `slot`, from its accumulated gradient; empty without one."""
+        entry = self._entries[slot.name]
+        if entry.held is Held.NOTHING or slot.numel == 0:
+            return torch.zeros(0, dtype=torch.float64)
+        self.settle(entry)
+        if entry.partials is None:
+            plane = self._locate(entry, entry.held)
+            entry.partials = kernels.square_sums(plane.view(*self._range(entry, plane))).cpu()
+        return entry.partials
+
+    def operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> GradientOperands:
+        """The gradients of all parameters that meet the elements `[lo, hi)`, for the optimizer step."""
+        for entry in self._entries.values():
+            if entry.slot.offset < hi and lo < entry.slot.end:
+                self.settle(entry)
+        return GradientOperands(self, lo, hi, carver, on_device=on_device)
+
+    def chunk_planes(self, lo: int, hi: int) -> Iterator[tuple[Held, bool, int, int]]:
+        """The (plane, apart, lo, hi) that hold gradients within `[lo, hi)`; bounds in the plane's own elements."""
+        wanted: set[tuple[Held, bool]] = set()
+        for entry in self._entries.values():
+            if entry.held is not Held.NOTHING and entry.slot.numel and entry.slot.offset < hi and lo < entry.slot.end:
+                wanted.add((entry.held, entry.slot.small and self.tier is Tier.NVME))
+        shared = self.flat.shared_start
+        for held, apart in sorted(wanted, key=lambda item: (item[0].name, item[1])):
+            if apart:
+                yield held, True, max(lo - shared, 0), hi - shared
+            else:
+                yield held, False, lo, min(hi, shared) if self.tier is Tier.NVME else hi
+
+    def read(self, name: str, queue: SlotQueue) -> Tensor | None:
+        """The accumulated gradient as a new 1-D CPU tensor in the accumulation dtype, or None if none arrived."""
+        entry = self._entries[name]
+        if entry.held is Held.NOTHING:
+            return None
+        self.settle(entry)
+        queue.drain()
+        slot = entry.slot
+        out = torch.empty(slot.numel, dtype=self.sum_spec.dtype)
+        if slot.numel == 0:
+            return out
+        plane = self._locate(entry, entry.held)
+        landed = torch.empty(slot.numel, dtype=plane.spec.dtype)
+        plane.read(*self._range(entry, plane), landed)
+        return out.copy_(landed)
+
+    def replace(self, name: str, value: Tensor, queue: SlotQueue) -> None:
+        """Makes `value` (the parameter's shape) the gradient, as if it were the only contribution."""
+        entry = self._entries[name]
+        if value.numel() != entry.slot.numel:
+            raise GradientError(f"{name}: a gradient of {value.numel()} elements for a parameter of {entry.slot.numel}")
+        self.settle(entry)
+        queue.drain()
+        entry.held, entry.partials = Held.NOTHING, None
+        self.add(name, value, queue)
+
+    def drop(self, name: str | None = None) -> None:
+        """Forgets one gradient or all, and gives memory back once none is left."""
+        for entry in self._entries.values() if name is None else (self._entries[name],):
+            self.settle(entry)
+            entry.held, entry.partials = Held.NOTHING, None
+        if all(entry.held is Held.NOTHING for entry in self._entries.values()):
+            for key, plane in list(self._planes.items()):
+                if plane.tier is not Tier.NVME:  # extents are kept: their disk space was promised to this run
+                    plane.free()
+                    del self._planes[key]
+
+    def close(self) -> None:
+        for plane in self._planes.values():
+            plane.free()
+        self._planes.clear()
+
+
+class GradientOperands:
+    """The gradients that meet one chunk, brought to where the kernel runs."""
+
+    def __init__(self, gradients: FlatGradients, lo: int, hi: int, carver: Carver, *, on_device: bool) -> None:
+        self._gradients, self._lo = gradients, lo
+        self._parts: dict[tuple[Held, bool], Operand] = {}
+        for held, apart, start, stop in gradients.chunk_planes(lo, hi):
+            self._parts[held, apart] = Operand(gradients._plane(held, apart), start, stop, carver, on_device=on_device)
+
+    @property
+    def parts(self) -> list[Operand]:
+        return list(self._parts.values())
+
+    def fetch(self) -> None:
+        for part in self._parts.values():
+            part.fetch()
+
+    def ready(self) -> None:
+        for part in self._parts.values():
+            part.ready()
+
+    def slice(self, slot: Slot, lo: int, hi: int) -> Tensor:
+        """The gradient of the elements `[lo, hi)` of the flat, which lie within `slot`."""
+        entry = self._gradients._entries[slot.name]
+        apart = slot.small and self._gradients.tier is Tier.NVME
+        part = self._parts[entry.held, apart]
+        base = part.lo + (self._gradients.flat.shared_start if apart else 0)
+        return part.tensor[lo - base : hi - base]
+
+
+def planned_bytes(flat: Flat, accumulate: torch.dtype) -> int:
+    """Bytes that the gradients of a flat may take: one contribution in its own dtype and, where that differs, a sum."""
+    per_element = flat.itemsize if flat.dtype == accumulate else flat.itemsize + accumulate.itemsize
+    return flat.trainable_end * per_element
+
+
+def norm_factor(norm: float, max_norm: float | None) -> float:
+    """min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`; 1 without a limit."""
+    if max_norm is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

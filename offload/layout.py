@@ -1,0 +1,172 @@
+"""Pure arithmetic from (names, shapes, dtypes, world size) to offsets in flat buffers.
+
+The unit of everything is a block of 4,096 elements. A parameter of a block or more starts on a block boundary. Smaller ones share blocks: each
+starts at a multiple of 64 elements and never crosses a block boundary. A unit has one flat buffer per (dtype, persistent) pair, padded to
+world x block elements, so that every shard, chunk and extent is a whole number of blocks and, for items of 1, 2, 4 or 8 bytes, of 4 KiB pages.
+Hence no placement, chunk size or world size changes which elements are grouped together, and a result cannot depend on them.
+
+Within a flat the trainable parameters come first: large, then small, then (from a block boundary) the frozen ones. Optimizer states and
+gradients exist for the range `[0, trainable_end)` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import mul
+
+import torch
+
+BLOCK = 4096
+ALIGN = 64
+
+
+def ceil_to(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """What the layout needs to know of one parameter; `dtype` is the dtype in which the weight rests and computes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool = False
+
+    @property
+    def numel(self) -> int:
+        return reduce(mul, self.shape, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """The place of one parameter in a flat buffer; `offset` and `numel` count elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+    trainable: bool
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    @property
+    def small(self) -> bool:
+        """Smaller than a block, and so possibly sharing one."""
+        return self.numel < BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """One flat buffer of a unit. All sizes count elements of `dtype`.
+
+    `shared_start` is where the trainable parameters smaller than a block begin; `trainable_end` is the end, rounded up to a block, of what has
+    optimizer state.
+    """
+
+    unit: str
+    dtype: torch.dtype
+    persistent: bool
+    slots: tuple[Slot, ...]
+    shared_start: int
+    trainable_end: int
+    padded: int
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.padded * self.itemsize
+
+    def shard(self, rank: int, world: int) -> tuple[int, int]:
+        """The element range `[lo, hi)` that `rank` owns: whole blocks, equal for all ranks, possibly all padding.
+
+        Raises:
+            ValueError: the flat was laid out for another world size, or `rank` is outside it.
+        """
+        if not 0 <= rank < world or self.padded % (world * BLOCK):
+            raise ValueError(f"unit {self.unit}: no shard {rank} of {world} in a flat of {self.padded} elements")
+        size = self.padded // world
+        return rank * size, (rank + 1) * size
+
+    def chunks(self, size: int, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        """`[lo, hi)` in consecutive ranges of at most `size` elements (a multiple of a block)."""
+        for start in range(lo, hi, size):
+            yield start, min(start + size, hi)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLayout:
+    """The flats of one unit, persistent ones last."""
+
+    name: str
+    flats: tuple[Flat, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.nbytes for flat in self.flats)
+
+
+def _place(specs: Iterable[ParameterSpec], start: int, slots: list[Slot]) -> tuple[int, int]:
+    """Appends slots for large, then small parameters; returns (where the small ones begin, the end rounded to a block)."""
+    specs = list(specs)
+    cursor = start
+    for spec in specs:
+        if spec.numel >= BLOCK:
+            slots.append(_slot(spec, cursor))
+            cursor = ceil_to(cursor + spec.numel, BLOCK)
+    shared_start = cursor
+    for spec in specs:
+        if spec.numel >= BLOCK:
+            continue
+        if cursor % BLOCK + spec.numel > BLOCK:
+            cursor = ceil_to(cursor, BLOCK)
+        slots.append(_slot(spec, cursor))
+        cursor += ceil_to(spec.numel, ALIGN)
+    return shared_start, ceil_to(cursor, BLOCK)
+
+
+def _slot(spec: ParameterSpec, offset: int) -> Slot:
+    return Slot(name=spec.name, shape=spec.shape, offset=offset, numel=spec.numel, trainable=spec.trainable)
+
+
+def layout_unit(name: str, specs: Iterable[ParameterSpec], world: int = 1) -> UnitLayout:
+    """Lays out the parameters of one unit, each in registration order within its class.
+
+    Raises:
+        ValueError: `world` is below one, or two parameters share a name.
+    """
+    if world < 1:
+        raise ValueError(f"unit {name}: world size {world} must be at least 1")
+    groups: dict[tuple[torch.dtype, bool], list[ParameterSpec]] = {}
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(f"unit {name}: parameter {spec.name} is listed twice")
+        seen.add(spec.name)
+        groups.setdefault((spec.dtype, spec.persistent), []).append(spec)
+    flats = []
+    for (dtype, persistent), members in sorted(groups.items(), key=lambda item: item[0][1]):
+        slots: list[Slot] = []
+        shared_start, trainable_end = _place((s for s in members if s.trainable), 0, slots)
+        _, end = _place((s for s in members if not s.trainable), trainable_end, slots)
+        flats.append(
+            Flat(
+                unit=name,
+                dtype=dtype,
+                persistent=persistent,
+                slots=tuple(slots),
+                shared_start=shared_start,
+                trainable_end=trainable_end,
+                padded=ceil_to(max(end, 1), world * BLOCK),  # even one that holds only empty parameters has an address
+            )
+        )
+    return UnitLayout(name=name, flats=tuple(flats))

@@ -1,0 +1,98 @@
+"""What this machine has: memory as the kernel would grant it, and free disk space."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """Bytes of memory this process may still take, and what sets that limit."""
+
+    available: int
+    limited_by: str
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """The least of what the machine has available and what each memory cgroup (v1 or v2) of this process still grants.
+
+    Page cache that the kernel would reclaim counts as available.
+    """
+    limits = [(int(psutil.virtual_memory().available), "the machine's available memory")]
+    limits.extend(_cgroup_limits(root))
+    available, name = min(limits)
+    return HostMemory(available=max(0, available), limited_by=name)
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
+    for folder, names in _cgroup_folders(root):
+        limit, usage, cache = (_read_number(folder / names[0]), _read_number(folder / names[1]), names[2])
+        if limit is None or usage is None or limit >= UNLIMITED:
+            continue
+        yield limit - usage + _statistic(folder / "memory.stat", cache), f"the memory cgroup {folder} (limit {limit:,} bytes)"
+
+
+def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    v2 = ("memory.max", "memory.current", "inactive_file")
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            bases, names = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"], v2
+        elif "memory" in controllers.split(","):
+            bases, names = [root / "sys/fs/cgroup/memory"], v1
+        else:
+            continue
+        for base in bases:
+            folder = base / path.lstrip("/")
+            while True:
+                if (folder / names[0]).exists():
+                    yield folder, names
+                if folder == base or base not in folder.parents:
+                    break
+                folder = folder.parent
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+        return UNLIMITED if text == "max" else int(text)
+    except (OSError, ValueError):
+        return None
+
+
+def _statistic(path: Path, key: str) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def free_disk(paths: Sequence[str | os.PathLike[str]]) -> int:
+    """Free bytes over the distinct file systems of `paths`; folders that do not exist yet count with their nearest parent."""
+    seen: dict[int, int] = {}
+    for given in paths:
+        path = Path(given)
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        try:
+            seen[path.stat().st_dev] = shutil.disk_usage(path).free
+        except OSError:
+            continue
+    return sum(seen.values())

@@ -1,0 +1,191 @@
+"""What a parameter is while the engine holds its memory.
+
+[Note: two classes] Inside its unit's forward and backward an offloaded parameter is a plain `nn.Parameter` whose data is a view of the unit's
+leased buffer: compute, autograd and `torch.compile` see nothing unusual and pay nothing. Everywhere else its Python class is
+`OffloadedParameter` (the object and its autograd state stay the same; only `__class__` changes) and its data is a zero-stride stub of the right
+shape filled with NaN. The class intercepts every use through `__torch_function__`: metadata is answered from the stub, `.grad` from the engine,
+and any operation first acquires the unit, so a stub's value cannot reach a result. Writes in place are carried through to the resting planes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from offload.errors import GradientError, OffloadError
+from offload.layout import Slot
+
+
+class ParameterHost(Protocol):
+    """What the engine does for its parameters."""
+
+    def access(self, records: Iterable[ParameterRecord], *, modified: Iterable[ParameterRecord] = ()) -> AbstractContextManager[None]:
+        """Full values in place; changes made in place to the `modified` ones reach the resting planes at exit."""
+
+    def read_weight(self, record: ParameterRecord) -> Tensor: ...
+
+    def held_gradient(self, record: ParameterRecord) -> Tensor | None: ...
+
+    def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class ParameterRecord:
+    """One offloaded parameter: where it lives in its unit's flats."""
+
+    name: str
+    parameter: nn.Parameter
+    unit: int
+    flat: int
+    slot: Slot
+    host: ParameterHost
+    version: int = 0
+    """The parameter's autograd version when its unit was last bound; a difference reveals a write in place."""
+    stub: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # a copied or pickled parameter is an ordinary one
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+def _nothing() -> None:
+    return None
+
+
+RECORD = "_offload_record"
+
+
+def record_of(parameter: object) -> ParameterRecord | None:
+    """The record of an offloaded parameter, or None."""
+    return getattr(parameter, "__dict__", {}).get(RECORD)
+
+
+def make_stub(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of the right shape that takes one element of memory and is loud when read: NaN, or the dtype's minimum."""
+    if dtype.is_floating_point or dtype.is_complex:
+        value: Any = float("nan")
+    elif dtype is torch.bool:
+        value = False
+    else:
+        value = torch.iinfo(dtype).min
+    # One scalar per parameter: tools that find tied weights by address must not take all stubs for one.
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+class HeldTensor(torch.Tensor):
+    """A copy of a gradient or of data that the engine holds: reads give ordinary tensors, writes in place are refused."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__repr__ or getattr(func, "__name__", "") in ("__get__", "requires_grad_"):
+            return super().__torch_function__(func, types, args, kwargs)
+        for target in _written(func, args, kwargs):
+            if isinstance(target, HeldTensor):
+                raise GradientError(
+                    "an in-place change of an offloaded parameter's .grad or .data would be lost: use engine.clip_grad_norm_ for clipping, "
+                    "parameter.grad = tensor to replace a gradient, engine.gathered(modify=True) to change weights"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return result.as_subclass(torch.Tensor) if isinstance(result, HeldTensor) else result
+
+
+_METADATA = frozenset(
+    "size dim numel nelement element_size ndimension get_device is_floating_point is_complex is_signed is_inference is_same_size has_names "
+    "is_shared data_ptr register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad _is_view __hash__ __len__ is_pinned "
+    "is_conj is_neg is_distributed __dlpack_device__".split()
+)
+_INPLACE_DUNDERS = frozenset(f"__i{op}__" for op in "add sub mul truediv div floordiv mod pow and or xor lshift rshift matmul".split())
+_FORBIDDEN = frozenset(("set_", "resize_", "resize_as_", "share_memory_", "swap_tensors", "rename_"))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that `func` writes, by torch's naming rules: a trailing underscore, augmented assignment, `out=`."""
+    name = getattr(func, "__name__", "")
+    targets: list[Any] = list(tree_leaves(kwargs["out"])) if kwargs.get("out") is not None else []
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_DUNDERS or name == "__setitem__"
+    if in_place and name != "requires_grad_":
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        targets.extend(first if isinstance(first, (list, tuple)) else [first])
+    return targets
+
+
+class OffloadedParameter(nn.Parameter):
+    """An offloaded parameter outside its unit's forward and backward, see [Note: two classes]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            return _attribute(name, func, args)
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        own = record_of(args[0]) if args else None
+        if own is not None and isinstance(args[0], OffloadedParameter):
+            if name == "stride":
+                return torch.empty(own.slot.shape, device="meta").stride(*args[1:], **kwargs)
+            if name == "is_contiguous":
+                return torch.empty(own.slot.shape, device="meta").is_contiguous(**kwargs)
+            if name == "detach":
+                return own.host.read_weight(own)
+        if name in _FORBIDDEN:
+            raise OffloadError(f"{own.name if own else 'an offloaded parameter'}: {name} would detach it from the engine that holds its memory")
+        offloaded = [p for p in tree_leaves((args, kwargs)) if isinstance(p, OffloadedParameter)]
+        records = [r for r in map(record_of, offloaded) if r is not None]
+        if not records:
+            raise OffloadError("this parameter belonged to an engine that is closed; export or gather weights before engine.close()")
+        written = {id(t) for t in _written(func, args, kwargs)}
+        with ExitStack() as stack:
+            for host in {id(r.host): r.host for r in records}.values():
+                own_records = [r for r in records if r.host is host]
+                stack.enter_context(host.access(own_records, modified=[r for r in own_records if id(r.parameter) in written]))
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        record = record_of(self)
+        where = "closed engine" if record is None else record.name
+        return f"OffloadedParameter({where}, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+
+def _attribute(kind: str, func: Any, args: Any) -> Any:
+    attribute = func.__self__.__name__
+    parameter = args[0]
+    record = record_of(parameter)
+    if attribute == "grad" and record is not None:
+        if kind == "__get__":
+            held = record.host.held_gradient(record)
+            return None if held is None else held.as_subclass(HeldTensor)
+        record.host.replace_gradient(record, args[1] if kind == "__set__" else None)
+        return None
+    if attribute == "data":
+        if record is None:
+            raise OffloadError("this parameter belonged to an engine that is closed; export or gather weights before engine.close()")
+        if kind == "__get__":
+            return record.host.read_weight(record).as_subclass(HeldTensor)
+        raise OffloadError(f"{record.name}: .data cannot be replaced while the engine holds its memory; use engine.gathered(modify=True)")
+    if kind == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
+        if record is None:
+            raise OffloadError("this parameter belonged to an engine that is closed; export or gather weights before engine.close()")
+        with record.host.access([record], modify=False):
+            return func(*args)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args)

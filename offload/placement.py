@@ -1,0 +1,289 @@
+"""Which plane of which flat rests on which tier, and whether that fits, before anything large exists.
+
+`auto` fills the device, then the host, then nvme, weights before optimizer states before gradients, in unit order. Explicit placement is obeyed
+or refused. Pure arithmetic: budgets and machine limits come in as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offload.errors import PlanError
+from offload.gradients import planned_bytes
+from offload.layout import Flat, UnitLayout
+from offload.state import chunk_granule, staging_bytes_per_chunk, state_specs
+from offload.tiers import Tier
+from optimizer_cpu.formats import StateFormat
+from swap.geometry import PAGE, format_bytes
+
+KINDS = ("parameters", "optimizer", "gradients")
+MAX_CHUNK = 1 << 20
+MAX_STAGING_SLOTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes per tier (None: no limit). `memory_available` and its name are what the machine or a cgroup still grants."""
+
+    device: int | None
+    host: int | None
+    nvme: int | None
+    memory_available: int
+    memory_limited_by: str
+
+    def of(self, tier: Tier) -> int | None:
+        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for: a tier per kind or "auto", buffers, and how units are acquired together.
+
+    `roots` lists, for every root module, the units it leases at once; `held` the units leased during the whole forward. `staging` and `chunk`
+    are bytes (of a plane of fp32 for `chunk`), or None for automatic. `rest_on_device`: whether automatic placement may use the device.
+    """
+
+    tiers: Mapping[str, str]
+    roots: Sequence[Sequence[int]]
+    held: Sequence[int]
+    prefetch: int
+    staging: int | None
+    chunk: int | None
+    aliases_host: bool
+    device_is_host_memory: bool
+    rest_on_device: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatPlacement:
+    """Tiers of the planes of one flat."""
+
+    weight: Tier
+    optimizer: Tier
+    gradients: Tier
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """Tiers per (unit, flat), buffer sizes, and planned bytes by tier and kind. `chunk` counts elements."""
+
+    flats: dict[tuple[int, int], FlatPlacement]
+    chunk: int
+    slot_bytes: int
+    staging: int
+    planned: dict[str, dict[str, int]] = field(default_factory=lambda: {str(t): {} for t in Tier})
+
+    def add(self, tier: Tier, kind: str, nbytes: int) -> None:
+        if nbytes:
+            self.planned[str(tier)][kind] = self.planned[str(tier)].get(kind, 0) + nbytes
+
+    def total(self, tier: Tier) -> int:
+        return sum(self.planned[str(tier)].values())
+
+
+def plan_chunks(
+    fmt: StateFormat, dtypes: Sequence[torch.dtype], accumulate: torch.dtype, staging: int | None, chunk: int | None, host: int | None
+) -> tuple[int, int, int]:
+    """(elements of a chunk, bytes of a staging slot, bytes of all staging).
+
+    Raises:
+        PlanError: the staging budget cannot hold one chunk of the smallest legal size; the message names the minimum.
+    """
+    smallest = chunk_granule(fmt, dtypes)
+
+    def slot(elements: int) -> int:
+        return staging_bytes_per_chunk(fmt, dtypes, accumulate, elements)
+
+    # Automatic sizes: four chunks in flight within an eighth of the host budget, so that small budgets keep room for planes.
+    room = staging if staging is not None else max(slot(smallest), min(MAX_STAGING_SLOTS * slot(MAX_CHUNK), (host or 1 << 62) // 8))
+    if slot(smallest) > room:
+        raise PlanError(
+            f"swap.staging = {format_bytes(room)} cannot hold one chunk of all planes: at least {format_bytes(slot(smallest))} "
+            f"({slot(smallest):,} bytes) are needed"
+        )
+    if chunk is not None:
+        elements = max(smallest, chunk // 4 // smallest * smallest)
+        if slot(elements) > room:
+            raise PlanError(
+                f"swap.chunk = {format_bytes(chunk)} needs {format_bytes(slot(elements))} of staging for one chunk of all planes; "
+                f"swap.staging is {format_bytes(room)}: raise it or lower swap.chunk"
+            )
+    else:
+        per_element = slot(smallest) / smallest
+        elements = smallest
+        for slots in range(MAX_STAGING_SLOTS, 0, -1):
+            elements = min(MAX_CHUNK, int(room / slots / per_element) // smallest * smallest)
+            if elements >= smallest:
+                break
+        elements = max(elements, smallest)
+        while slot(elements) > room:
+            elements -= smallest
+    return elements, slot(elements), room // slot(elements) * slot(elements) if staging is None else room
+
+
+def bytes_of(fmt: StateFormat, flat: Flat, kind: str, accumulate: torch.dtype) -> int:
+    """Bytes of one kind of plane of a flat at rest."""
+    if kind == "parameters":
+        return flat.nbytes
+    if not flat.trainable_end:
+        return 0
+    if kind == "optimizer":
+        return sum(-(-spec.nbytes(flat.trainable_end) // PAGE) * PAGE for spec in state_specs(fmt, flat))
+    return planned_bytes(flat, accumulate)
+
+
+class _Rooms:
+    """What is left on each tier while planes are placed one after another."""
+
+    def __init__(self, limits: Limits, reserved: Mapping[Tier, int]) -> None:
+        self.left = {t: None if limits.of(t) is None else (limits.of(t) or 0) - reserved.get(t, 0) for t in Tier}
+
+    def take(self, tier: Tier, nbytes: int) -> bool:
+        left = self.left[tier]
+        if left is not None:
+            if nbytes > left:
+                return False
+            self.left[tier] = left - nbytes
+        return True
+
+    def force(self, tier: Tier, nbytes: int) -> None:
+        left = self.left[tier]
+        if left is not None:
+            self.left[tier] = left - nbytes
+
+
+def make_plan(units: Sequence[UnitLayout], fmt: StateFormat, accumulate: torch.dtype, request: Request, limits: Limits) -> Plan:
+    """Places every plane and checks the result against all limits.
+
+    Raises:
+        PlanError: a tier's budget, the machine's memory or a cgroup cannot hold the plan; says by how much, for what, and which key to change.
+    """
+    dtypes = sorted({flat.dtype for unit in units for flat in unit.flats}, key=str) or [torch.float32]
+    chunk, slot_bytes, staging = plan_chunks(fmt, dtypes, accumulate, request.staging, request.chunk, limits.host)
+    persistent = sum(f.nbytes for u in units for f in u.flats if f.persistent)
+    weights = sum(f.nbytes for u in units for f in u.flats)
+    everything_fits = request.rest_on_device and (limits.device is None or weights <= limits.device)
+    wants_device = request.tiers["parameters"] == "device" or (request.tiers["parameters"] == "auto" and everything_fits)
+    lease_room = 0 if wants_device else _lease_bytes(units, request, None, request.prefetch)
+    rooms = _Rooms(limits, {Tier.DEVICE: persistent + lease_room, Tier.HOST: staging + _shared_gradients(units, accumulate)})
+    plan = Plan(flats={}, chunk=chunk, slot_bytes=slot_bytes, staging=staging)
+    chosen: dict[tuple[int, int, str], Tier] = {}
+    for kind in KINDS:
+        for u, unit in enumerate(units):
+            for f, flat in enumerate(unit.flats):
+                chosen[u, f, kind] = _choose(flat, kind, bytes_of(fmt, flat, kind, accumulate), request, limits, rooms)
+    for u, unit in enumerate(units):
+        for f, flat in enumerate(unit.flats):
+            tiers = [chosen[u, f, kind] for kind in KINDS]
+            plan.flats[u, f] = FlatPlacement(weight=tiers[0], optimizer=tiers[1], gradients=tiers[2])
+            for kind, tier in zip(KINDS, tiers, strict=True):
+                _add_plane(plan, flat, kind, tier, bytes_of(fmt, flat, kind, accumulate), accumulate)
+    plan.add(Tier.HOST, "staging", staging)
+    plan.add(Tier.DEVICE, "leases", _lease_bytes(units, request, plan, 0))
+    _check(plan, request, limits)
+    _add_prefetch(plan, units, request, limits)
+    if not request.aliases_host and any(p.optimizer is Tier.DEVICE for p in plan.flats.values()):
+        plan.add(Tier.DEVICE, "step", 3 * slot_bytes)
+        _check(plan, request, limits)
+    return plan
+
+
+def _choose(flat: Flat, kind: str, nbytes: int, request: Request, limits: Limits, rooms: _Rooms) -> Tier:
+    if kind == "parameters" and flat.persistent:
+        return Tier.DEVICE
+    wanted = request.tiers[kind]
+    if wanted != "auto":
+        rooms.force(Tier(wanted), nbytes)
+        return Tier(wanted)
+    for tier in Tier:
+        if (tier is Tier.NVME and limits.nvme == 0) or (tier is Tier.DEVICE and not request.rest_on_device):
+            continue
+        if rooms.take(tier, nbytes):
+            return tier
+    # Nothing has room: name the last tier that exists, and let the check say by how much it is exceeded.
+    fallback = Tier.HOST if limits.nvme == 0 else Tier.NVME
+    rooms.force(fallback, nbytes)
+    return fallback
+
+
+def _add_plane(plan: Plan, flat: Flat, kind: str, tier: Tier, nbytes: int, accumulate: torch.dtype) -> None:
+    if kind == "gradients" and tier is Tier.NVME and flat.trainable_end:
+        on_host = _shared_bytes(flat, accumulate)
+        plan.add(Tier.HOST, kind, on_host)
+        nbytes -= on_host
+    plan.add(tier, kind, nbytes)
+
+
+def _shared_bytes(flat: Flat, accumulate: torch.dtype) -> int:
+    """Host bytes for the gradients of parameters smaller than a block, which do not go to nvme."""
+    return planned_bytes(flat, accumulate) * (flat.trainable_end - flat.shared_start) // flat.trainable_end if flat.trainable_end else 0
+
+
+def _shared_gradients(units: Sequence[UnitLayout], accumulate: torch.dtype) -> int:
+    return sum(_shared_bytes(flat, accumulate) for unit in units for flat in unit.flats)
+
+
+def _load_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | None, index: int) -> int:
+    total = 0
+    for f, flat in enumerate(units[index].flats):
+        tier = plan.flats[index, f].weight if plan else (Tier.DEVICE if flat.persistent else Tier.NVME)
+        if tier is Tier.NVME or (tier is Tier.HOST and not request.aliases_host):
+            total += flat.nbytes
+    return total
+
+
+def _lease_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | None, prefetch: int) -> int:
+    """Device bytes for the units that must be resident at once, and for `prefetch` further ones of the largest size."""
+    held = sum(_load_bytes(units, request, plan, index) for index in request.held)
+    apart = [{i for i in root if i not in request.held} for root in request.roots]
+    together = max((sum(_load_bytes(units, request, plan, i) for i in root) for root in apart), default=0)
+    largest = max((_load_bytes(units, request, plan, i) for i in range(len(units))), default=0)
+    return held + together + prefetch * largest
+
+
+def _add_prefetch(plan: Plan, units: Sequence[UnitLayout], request: Request, limits: Limits) -> None:
+    """Room to load the next units while one computes, as far as the device budget and the memory have it; prefetching never insists."""
+    extra = _lease_bytes(units, request, plan, request.prefetch) - _lease_bytes(units, request, plan, 0)
+    room = extra if limits.device is None else max(0, limits.device - plan.total(Tier.DEVICE))
+    if request.device_is_host_memory:
+        room = min(room, max(0, limits.memory_available - plan.total(Tier.HOST) - plan.total(Tier.DEVICE)))
+    plan.add(Tier.DEVICE, "leases", min(extra, room))
+
+
+def _check(plan: Plan, request: Request, limits: Limits) -> None:
+    for tier in Tier:
+        limit, total = limits.of(tier), plan.total(tier)
+        if tier is Tier.NVME and limit == 0 and total:
+            raise PlanError(
+                f"{_parts(plan, tier)} would rest on nvme, but there is no swap path: set memory.nvme_paths, "
+                f"or choose another tier in [placement]"
+            )
+        if limit is not None and total > limit:
+            raise PlanError(
+                f"the plan exceeds memory.{tier} by {format_bytes(total - limit)}: it needs {format_bytes(total)} ({_parts(plan, tier)}) of "
+                f"{format_bytes(limit)}; {_remedy(tier)}"
+            )
+    in_memory = plan.total(Tier.HOST) + (plan.total(Tier.DEVICE) if request.device_is_host_memory else 0)
+    if in_memory > limits.memory_available:
+        parts = _parts(plan, Tier.HOST)
+        if request.device_is_host_memory and plan.total(Tier.DEVICE):
+            parts += f"; device: {_parts(plan, Tier.DEVICE)}"
+        raise PlanError(
+            f"the plan needs {format_bytes(in_memory)} of host memory ({parts}), {format_bytes(in_memory - limits.memory_available)} more than "
+            f"{limits.memory_limited_by} has left ({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST)}"
+        )
+
+
+def _parts(plan: Plan, tier: Tier) -> str:
+    return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in sorted(plan.planned[str(tier)].items(), key=lambda i: -i[1]))
+
+
+def _remedy(tier: Tier) -> str:
+    return {
+        Tier.DEVICE: "raise memory.device, place parameters on 'host' or 'nvme', or use smaller units (units.wrap)",
+        Tier.HOST: "raise memory.host, or place optimizer, gradients or parameters on 'nvme' (with memory.nvme_paths)",
+        Tier.NVME: "raise memory.nvme, add a path to memory.nvme_paths, or free disk space",
+    }[tier]

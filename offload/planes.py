@@ -1,0 +1,314 @@
+"""Planes at rest: one component of a flat (weight, master, exp_avg, ...) on one tier, and operands: chunks of it where a kernel runs.
+
+A plane is addressed in elements of its flat. `PlaneSpec.group` maps them to entries, so planes whose entries serve a group of elements need no
+special case. Bounds of chunks are multiples of `granule(...)`, so that in a swap file they fall on 4 KiB pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offload.errors import OffloadError
+from offload.layout import BLOCK
+from offload.tiers import Tier, TierMemory
+from optimizer_cpu.formats import PlaneSpec
+from swap.devices import Event
+from swap.geometry import PAGE
+from swap.staging import Slot
+from swap.store import Extent, SwapStore
+from swap.tickets import Ticket
+
+
+class Completion(Protocol):
+    """Something asynchronous: a ticket of the store, a copy's event or a future."""
+
+    def wait(self, timeout: float | None = None) -> None: ...
+
+
+class FutureCompletion:
+    """A future seen as a completion."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._future.result(timeout)
+
+
+def granule(specs: Sequence[PlaneSpec]) -> int:
+    """The smallest number of elements, a multiple of a block, at whose multiples every plane starts on a page of a swap file."""
+    size = BLOCK
+    for spec in specs:
+        while spec.nbytes(size) % PAGE:
+            size *= 2
+    return size
+
+
+class Plane:
+    """One plane of one flat for the elements `[0, elements)`, at rest on `tier`.
+
+    Device and host planes are one tensor (`tensor`); an nvme plane is an extent of the swap store.
+    """
+
+    def __init__(self, memory: TierMemory, spec: PlaneSpec, elements: int, tier: Tier, *, kind: str, what: str, zero: bool = True) -> None:
+        self.memory, self.spec, self.elements, self.tier, self.what = memory, spec, elements, tier, what
+        self.tensor: Tensor | None = None
+        self.extent: Extent | None = None
+        entries = spec.numel(elements)
+        if tier is Tier.NVME:
+            self.extent = self.store.allocate(entries * spec.dtype.itemsize, what, kind=kind)
+        elif tier is Tier.HOST:
+            self.tensor = memory.host(entries, spec.dtype, kind, what)
+            if zero:
+                self.tensor.zero_()
+        else:
+            self.tensor = memory.on_device(entries, spec.dtype, kind, what)
+            if zero:
+                self.tensor.zero_()
+
+    @property
+    def store(self) -> SwapStore:
+        if self.memory.store is None:
+            raise OffloadError(f"{self.what}: placed on nvme, but the engine has no swap store")
+        return self.memory.store
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the CPU can address the plane where it rests."""
+        return self.tensor is not None and (self.tier is Tier.HOST or self.memory.device.aliases_host)
+
+    def entries(self, lo: int, hi: int) -> int:
+        """Entries that serve the elements `[lo, hi)`."""
+        part = self.spec.slice_of(lo, hi)
+        return int(part.stop - part.start)
+
+    def nbytes(self, lo: int, hi: int) -> int:
+        """Bytes of the elements `[lo, hi)`."""
+        return self.entries(lo, hi) * self.spec.dtype.itemsize
+
+    def view(self, lo: int, hi: int) -> Tensor:
+        """The elements `[lo, hi)` of a device or host plane, in place."""
+        assert self.tensor is not None
+        return self.tensor[self.spec.slice_of(lo, hi)]
+
+    def submit_read(self, lo: int, hi: int, out: Tensor) -> Ticket:
+        """Starts reading `[lo, hi)` of an nvme plane into host memory; bounds are multiples of the granule (or the end)."""
+        assert self.extent is not None
+        return self.store.read(self.extent, out, offset=self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize)
+
+    def submit_write(self, lo: int, hi: int, source: Tensor) -> Ticket:
+        """Starts writing host memory to `[lo, hi)` of an nvme plane."""
+        assert self.extent is not None
+        return self.store.write(self.extent, source, offset=self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize)
+
+    def read(self, lo: int, hi: int, out: Tensor) -> None:
+        """Copies `[lo, hi)` to host memory `out` and waits for it."""
+        if self.tier is Tier.NVME:
+            self.submit_read(lo, hi, out).wait()
+        elif self.on_host:
+            out.copy_(self.view(lo, hi))
+        else:
+            self.memory.copy_out(out, self.view(lo, hi)).wait()
+
+    def write(self, lo: int, hi: int, source: Tensor) -> None:
+        """Copies host memory `source` to `[lo, hi)` and waits for it."""
+        if self.tier is Tier.NVME:
+            self.submit_write(lo, hi, source).wait()
+        elif self.on_host:
+            self.view(lo, hi).copy_(source)
+        else:
+            event = self.memory.copy_in(self.view(lo, hi), source)
+            event.wait()
+            self.memory.device.compute_wait(event)
+
+    def free(self) -> None:
+        """Gives the memory or the extent back. Idempotent."""
+        self.tensor = None
+        if self.extent is not None:
+            extent, self.extent = self.extent, None
+            if not self.store.closed:
+                self.store.free(extent)
+
+
+class Carver:
+    """Hands out consecutive page-aligned pieces of one staging slot."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot, self._next = slot, 0
+
+    def take(self, entries: int, dtype: torch.dtype) -> Tensor:
+        nbytes = entries * dtype.itemsize
+        start, self._next = self._next, self._next + -(-nbytes // PAGE) * PAGE
+        return self.slot.tensor[start : start + nbytes].view(dtype)
+
+
+class Operand:
+    """The elements `[lo, hi)` of a plane in memory that the kernel can address: on the host, or on the device if `on_device`.
+
+    Where the plane rests in that memory already, the operand is a view and nothing moves. `fetch` starts the transfer, `ready` waits for it,
+    `put_back` starts the way back and returns what to wait for before the staging slot and the tensors may be reused.
+    """
+
+    def __init__(self, plane: Plane, lo: int, hi: int, carver: Carver, *, on_device: bool) -> None:
+        self.plane, self.lo, self.hi = plane, lo, hi
+        device = plane.memory.device
+        self._memory = plane.memory
+        self._pending: Completion | None = None
+        self._staged: Tensor | None = None
+        self._crosses = False  # between staging on the host and the kernel's memory on the device
+        entries, dtype = plane.entries(lo, hi), plane.spec.dtype
+        at_home = plane.tier is Tier.DEVICE if on_device else plane.on_host
+        if at_home or (device.aliases_host and plane.tier is not Tier.NVME):
+            self.tensor = plane.view(lo, hi)
+            return
+        if plane.tier is Tier.HOST:
+            self._staged = plane.view(lo, hi)
+        else:
+            self._staged = carver.take(entries, dtype)
+        self._crosses = on_device and not device.aliases_host
+        if self._crosses:
+            self.tensor = plane.memory.on_device(entries, dtype, "step", f"{plane.what} in the optimizer step")
+        else:
+            self.tensor = self._staged
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the operand is the resting plane itself."""
+        return self._staged is None
+
+    def forget(self) -> None:
+        """Waits for a fetch under way and ignores how it ended."""
+        if self._pending is not None:
+            with contextlib.suppress(Exception):
+                self._pending.wait()
+            self._pending = None
+
+    def fetch(self) -> None:
+        if self._staged is None:
+            return
+        if self.plane.tier is Tier.NVME:
+            self._pending = self.plane.submit_read(self.lo, self.hi, self._staged)
+        elif self.plane.tier is Tier.DEVICE:
+            self._pending = self._memory.copy_out(self._staged, self.plane.view(self.lo, self.hi))
+
+    def ready(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if self._crosses:
+            assert self._staged is not None
+            event = self._memory.copy_in(self.tensor, self._staged)
+            event.wait()
+            self._memory.device.compute_wait(event)
+
+    def put_back(self) -> Completion | None:
+        if self._staged is None:
+            return None
+        if self._crosses:
+            self._memory.copy_out(self._staged, self.tensor).wait()
+        if self.plane.tier is Tier.NVME:
+            return self.plane.submit_write(self.lo, self.hi, self._staged)
+        if self.plane.tier is Tier.DEVICE:
+            return self._memory.copy_in(self.plane.view(self.lo, self.hi), self._staged)
+        return None
+
+
+class SlotQueue:
+    """Staging slots for one user. A slot is free again as soon as its writes are done; their errors surface at the next call."""
+
+    def __init__(self, memory: TierMemory) -> None:
+        self._memory = memory
+        self._writes: deque[Ticket] = deque()
+
+    def acquire(self) -> Slot:
+        """A free slot; blocks until there is one. Raises the error of an earlier write, if one failed."""
+        self._forget_done()
+        if self._memory.staging is None:
+            raise OffloadError("the engine has no staging pool")
+        return self._memory.staging.acquire()
+
+    def give_back(self, slot: Slot, after: Sequence[Completion]) -> None:
+        """Releases `slot` once everything in `after` is done. Copies to the device are waited for here; writes go on."""
+        tickets = [c for c in after if isinstance(c, Ticket)]
+        try:
+            for completion in after:
+                if not isinstance(completion, Ticket):
+                    completion.wait()
+        finally:
+            if tickets:
+                together = Ticket.gather(tickets)
+                self._writes.append(together)
+                together.add_done_callback(lambda _ticket: slot.release())
+            else:
+                slot.release()
+
+    def _forget_done(self) -> None:
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().wait()
+
+    def drain(self) -> None:
+        """Waits for every write; then raises the first error, if there was one."""
+        first: BaseException | None = None
+        while self._writes:
+            try:
+                self._writes[0].wait()
+            except Exception as error:
+                first = first or error
+            self._writes.popleft()
+        if first is not None:
+            raise first
+
+
+class Loader:
+    """Moves whole weight planes to the device: directly where it can, through staging where memory is separate.
+
+    Staged loads run on one worker thread, piece by piece, so that a plane of any size needs only one slot.
+    """
+
+    def __init__(self, memory: TierMemory) -> None:
+        self._memory = memory
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-loader")
+
+    def load(self, plane: Plane, out: Tensor) -> Completion:
+        """Starts filling device tensor `out` with the whole of `plane`; compute must `settle` the result before it reads `out`."""
+        device = self._memory.device
+        if plane.tier is Tier.HOST:
+            return self._memory.copy_in(out, plane.view(0, plane.elements))
+        if device.aliases_host:
+            return plane.submit_read(0, plane.elements, out)
+        # The copies run on their own stream and from another thread: they must not overtake work that still uses the memory of `out`.
+        allocated = device.record()
+        return FutureCompletion(self._executor.submit(self._staged, plane, out, allocated))
+
+    def settle(self, completion: Completion) -> None:
+        """Makes later compute see the loaded bytes."""
+        if isinstance(completion, Event):
+            self._memory.device.compute_wait(completion)
+        else:
+            completion.wait()
+
+    def _staged(self, plane: Plane, out: Tensor, allocated: Event) -> None:
+        staging = self._memory.staging
+        assert staging is not None
+        for lo, hi in self._pieces(plane, staging.slot_bytes):
+            with staging.acquire() as slot:
+                piece = Carver(slot).take(hi - lo, plane.spec.dtype)
+                plane.submit_read(lo, hi, piece).wait()
+                target = out[lo:hi]
+                self._memory.copy_in(target, piece, after=(allocated,)).wait()
+
+    @staticmethod
+    def _pieces(plane: Plane, slot_bytes: int) -> Iterator[tuple[int, int]]:
+        size = slot_bytes // (BLOCK * plane.spec.dtype.itemsize) * BLOCK
+        for lo in range(0, plane.elements, size):
+            yield lo, min(lo + size, plane.elements)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)

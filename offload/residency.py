@@ -1,0 +1,318 @@
+"""Which units are resident on the device, who holds a lease on them, and how their parameters see it.
+
+A unit is RESTING (its parameters are stubs), LOADING (a buffer is being filled) or RESIDENT (its parameters are views of the buffer). A lease is
+a counted right to the RESIDENT state; the last release makes the unit RESTING again. A buffer is one Storage per load. It is dropped, never
+freed: its bytes come back when the last view of it dies, because users and autograd may keep views. Flats whose weight plane can be computed on
+where it rests (on the device, or on the host where the device is the CPU) are never loaded; for them only the parameters' class changes.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from offload.errors import OffloadError
+from offload.layout import Flat
+from offload.parameters import RECORD, OffloadedParameter, ParameterRecord, make_stub
+from offload.planes import Completion, Loader, Plane
+from offload.tiers import Tier, TierMemory
+from swap.budget import BudgetError
+from swap.devices import DeviceOutOfMemory
+
+
+class Phase(enum.Enum):
+    """Life cycle of a unit's weights."""
+
+    RESTING = "resting"
+    LOADING = "loading"
+    RESIDENT = "resident"
+
+
+_TRANSITIONS = {
+    (Phase.RESTING, Phase.LOADING),
+    (Phase.LOADING, Phase.RESIDENT),
+    (Phase.LOADING, Phase.RESTING),
+    (Phase.RESIDENT, Phase.RESTING),
+}
+
+
+@dataclass(slots=True, eq=False)
+class ResidentFlat:
+    """The weights of one flat: where they rest, and the buffer that holds them on the device while the unit is resident."""
+
+    flat: Flat
+    plane: Plane
+    records: list[ParameterRecord]
+    buffer: Tensor | None = None
+    completion: Completion | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether compute uses the resting plane itself."""
+        return self.plane.tier is Tier.DEVICE or (self.plane.tier is Tier.HOST and self.plane.memory.device.aliases_host)
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """One unit's weights. `generation` counts the changes of their values."""
+
+    index: int
+    name: str
+    flats: list[ResidentFlat]
+    phase: Phase = Phase.RESTING
+    leases: int = 0
+    generation: int = 0
+    loads: int = 0
+    views: dict[int, int] = field(default_factory=dict)
+    """Address of a live Storage -> index of the flat it holds."""
+
+    def change(self, phase: Phase) -> None:
+        if (self.phase, phase) not in _TRANSITIONS:
+            raise OffloadError(f"unit {self.name}: no transition from {self.phase.value} to {phase.value}")
+        self.phase = phase
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        return [record for flat in self.flats for record in flat.records]
+
+    @property
+    def load_bytes(self) -> int:
+        """Device bytes that loading the unit takes."""
+        return sum(flat.flat.nbytes for flat in self.flats if not flat.fixed)
+
+
+class Residency:
+    """Leases on units. All methods are thread-safe; waits release the GIL and can be interrupted."""
+
+    def __init__(self, memory: TierMemory, units: Sequence[Unit], loader: Loader, prefetch_limit: int) -> None:
+        self.memory, self.units, self.loader = memory, list(units), loader
+        self.prefetch_limit = prefetch_limit
+        """Device bytes beyond which nothing is loaded ahead of need."""
+        self.lock = threading.RLock()
+        self.storages: dict[int, tuple[Unit, int]] = {}
+        self.closed = False
+        self.persist: Callable[[Unit, list[ParameterRecord]], None] | None = None
+        """Called before a unit rests, with the parameters that were written in place while it was resident."""
+
+    # Leases
+
+    def acquire(self, unit: Unit) -> None:
+        """Takes a lease: on return the unit's parameters are readable on the device.
+
+        Raises:
+            OffloadError: the engine is closed, or the device budget has no room although nothing idle is resident.
+            SwapIOError: a read failed.
+        """
+        with self.lock:
+            if self.closed:
+                raise OffloadError(f"unit {unit.name}: the engine is closed")
+            if unit.phase is Phase.RESTING:
+                self._start(unit)
+            if unit.phase is Phase.LOADING:
+                self._finish(unit)
+            unit.leases += 1
+
+    def release(self, unit: Unit) -> None:
+        """Gives a lease back; the last one lets the unit rest. Releasing more than was acquired is an error."""
+        with self.lock:
+            if unit.leases < 1:
+                raise OffloadError(f"unit {unit.name}: released without a lease")
+            if unit.leases > 1:
+                unit.leases -= 1
+                return
+            try:
+                self.keep_writes(unit)
+            finally:
+                unit.leases = 0
+                self._rest(unit)
+
+    def prefetch(self, unit: Unit) -> bool:
+        """Starts loading a resting unit if the device budget has room for it now; never blocks, never fails."""
+        with self.lock:
+            if self.closed or unit.phase is not Phase.RESTING or unit.load_bytes == 0:
+                return False
+            if self.memory.budget.used("device") + unit.load_bytes > self.prefetch_limit:
+                return False
+            try:
+                self._load(unit)
+            except (BudgetError, DeviceOutOfMemory):
+                return False
+            return True
+
+    def drop_prefetched(self) -> int:
+        """Lets go of loaded or loading units that nobody leases; returns how many."""
+        with self.lock:
+            idle = [unit for unit in self.units if unit.phase is Phase.LOADING]
+            for unit in idle:
+                self._abandon(unit)
+            return len(idle)
+
+    def resident_units(self) -> list[str]:
+        """Names of units that take device memory beyond what their placement says."""
+        with self.lock:
+            return [unit.name for unit in self.units if unit.phase is not Phase.RESTING and unit.load_bytes]
+
+    # Loading
+
+    def _start(self, unit: Unit) -> None:
+        try:
+            self._load(unit)
+        except (BudgetError, DeviceOutOfMemory) as error:
+            self.drop_prefetched()
+            try:
+                self._load(unit)
+            except (BudgetError, DeviceOutOfMemory):
+                raise OffloadError(self._no_room(unit)) from error
+
+    def _load(self, unit: Unit) -> None:
+        try:
+            for flat in unit.flats:
+                if not flat.fixed:
+                    flat.buffer = self.memory.on_device(flat.flat.padded, flat.flat.dtype, "leases", unit.name)
+            for flat in unit.flats:
+                if flat.buffer is not None:
+                    flat.completion = self.loader.load(flat.plane, flat.buffer)
+        except BaseException:
+            self._drop_buffers(unit)
+            raise
+        unit.change(Phase.LOADING)
+        if unit.load_bytes:
+            unit.loads += 1
+
+    def _finish(self, unit: Unit) -> None:
+        try:
+            for flat in unit.flats:
+                if flat.completion is not None:
+                    self.loader.settle(flat.completion)
+                    flat.completion = None
+        except BaseException:
+            self._abandon(unit)
+            raise
+        unit.change(Phase.RESIDENT)
+        for index, flat in enumerate(unit.flats):
+            tensor = flat.plane.tensor if flat.fixed else flat.buffer
+            assert tensor is not None
+            key = tensor.untyped_storage()._cdata
+            self.storages[key] = (unit, index)
+            unit.views[key] = index
+            self._bind(flat, tensor)
+
+    def _abandon(self, unit: Unit) -> None:
+        # The transfers under way keep the buffers alive until they end; nobody will look at the result.
+        for flat in unit.flats:
+            if flat.completion is not None and self.memory.device.kind != "cpu":
+                # A copy engine works on raw memory: wait for it before the memory may be used for something else.
+                try:
+                    flat.completion.wait()
+                except Exception:  # noqa: S110 - the load is given up, and its error with it
+                    pass
+        self._drop_buffers(unit)
+        unit.change(Phase.RESTING)
+
+    @staticmethod
+    def _drop_buffers(unit: Unit) -> None:
+        for flat in unit.flats:
+            flat.buffer, flat.completion = None, None
+
+    def _rest(self, unit: Unit) -> None:
+        for key in unit.views:
+            self.storages.pop(key, None)
+        unit.views.clear()
+        _show_stubs(unit)
+        self._drop_buffers(unit)
+        unit.change(Phase.RESTING)
+
+    # Parameters
+
+    @staticmethod
+    def _bind(flat: ResidentFlat, tensor: Tensor) -> None:
+        # Buffers made under inference mode would poison training; `.data` must not be recorded by autograd.
+        with torch.inference_mode(False), torch.no_grad():
+            for record in flat.records:
+                parameter, slot = record.parameter, record.slot
+                parameter.__class__ = nn.Parameter
+                if not flat.fixed:
+                    parameter.data = tensor[slot.offset : slot.end].view(slot.shape)
+                record.version = parameter._version
+
+    def find(self, tensor: Tensor) -> tuple[Unit, int] | None:
+        """The unit and flat whose live buffer `tensor` is a view of."""
+        try:
+            return self.storages.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse layouts, functional wrappers
+            return None
+
+    def keep_writes(self, unit: Unit, also: Iterable[ParameterRecord] = ()) -> None:
+        """Carries in-place writes to a resident unit's parameters over to the resting planes.
+
+        They show in the autograd version of a parameter; `also` names parameters that may have been written past it, through `.data`.
+        """
+        written = {id(r): r for flat in unit.flats for r in flat.records if r.parameter._version != r.version}
+        written.update((id(r), r) for r in also)
+        if not written or self.persist is None:
+            return
+        self.persist(unit, list(written.values()))
+        unit.generation += 1
+        for record in written.values():
+            record.version = record.parameter._version
+
+    def close(self) -> None:
+        """Makes every parameter a stub that says that its engine is closed. Idempotent."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            self.storages.clear()
+            for unit in self.units:
+                self._drop_buffers(unit)
+                unit.views.clear()
+                for flat in unit.flats:
+                    for record in flat.records:
+                        record.parameter.__class__ = nn.Parameter
+                        stub = make_stub(record.slot.shape, flat.flat.dtype, self.memory.device.torch_device)
+                        with torch.inference_mode(False), torch.no_grad():
+                            record.parameter.data = stub
+                        record.parameter.__dict__.pop(RECORD, None)
+                        record.parameter.__class__ = OffloadedParameter
+
+    def _no_room(self, unit: Unit) -> str:
+        budget = self.memory.budget
+        leased = [f"{u.name} ({u.leases} leases, {u.load_bytes:,} bytes)" for u in self.units if u.leases and u.load_bytes]
+        return (
+            f"unit {unit.name} needs {unit.load_bytes:,} bytes on the device, of which {budget.used('device'):,} of "
+            f"{budget.limit('device') or 0:,} are in use by {', '.join(leased) or 'views that outlive their lease'}; "
+            "raise memory.device or split the model into smaller units (units.wrap)"
+        )
+
+
+def _show_stubs(unit: Unit) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        for flat in unit.flats:
+            for record in flat.records:
+                parameter = record.parameter
+                if not flat.fixed:
+                    parameter.data = record.stub
+                parameter.__class__ = OffloadedParameter
+
+
+def adopt(unit: Unit, device: torch.device) -> None:
+    """Gives every parameter of a unit its record, a stub or its place in a fixed plane, and the class of an offloaded parameter.
+
+    The memory that the parameters had is free afterwards, unless the user holds it.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for flat in unit.flats:
+            for record in flat.records:
+                slot, parameter = record.slot, record.parameter
+                setattr(parameter, RECORD, record)
+                if flat.fixed:
+                    assert flat.plane.tensor is not None
+                    parameter.data = flat.plane.tensor[slot.offset : slot.end].view(slot.shape)
+                else:
+                    record.stub = make_stub(slot.shape, flat.flat.dtype, device)
+    _show_stubs(unit)

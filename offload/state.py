@@ -1,0 +1,338 @@
+"""The planes of one flat and everything that is done to them chunk by chunk: first values, the optimizer's update, edits, reads.
+
+A chunk brings the planes of a range of elements to where the kernel runs (`Operand`s), so a flat of any size needs one staging slot. The weight
+plane always equals the rounding of the master, so it is only written where the format keeps a separate master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from offload.gradients import FlatGradients, GradientOperands, Held
+from offload.layout import BLOCK, Flat, Slot
+from offload.planes import Carver, Completion, Operand, Plane, SlotQueue, granule
+from offload.tiers import Tier, TierMemory
+from optimizer_cpu import AdamWHyper, kernels
+from optimizer_cpu.formats import PlaneSpec, StateFormat
+from swap.geometry import PAGE
+from swap.staging import Slot as StagingSlot
+
+PLANE_KINDS = {"weight": "parameters"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One parameter's part in a step."""
+
+    slot: Slot
+    hyper: AdamWHyper
+
+
+def state_specs(fmt: StateFormat, flat: Flat) -> tuple[PlaneSpec, ...]:
+    """The optimizer planes of a flat; none where nothing is trainable."""
+    return fmt.state_planes(flat.dtype) if flat.trainable_end else ()
+
+
+def staging_bytes_per_chunk(fmt: StateFormat, dtypes: Sequence[torch.dtype], accumulate: torch.dtype, chunk: int) -> int:
+    """Bytes of a staging slot that holds a chunk of `chunk` elements of every plane, both kinds of gradient and an fp32 scratch."""
+    largest = 0
+    for dtype in dtypes:
+        specs = fmt.planes(dtype) if dtype in fmt.weight_dtypes else (PlaneSpec(name="weight", dtype=dtype),)
+        gradients = [PlaneSpec(name="grad", dtype=dtype), PlaneSpec(name="grad", dtype=accumulate)]
+        scratch = [PlaneSpec(name="scratch", dtype=torch.float32)]
+        # Initialisation and edits need the scratch, the step the gradients; never both.
+        sizes = [[*specs, *gradients], [*specs, *scratch]]
+        largest = max(largest, *(sum(-(-s.nbytes(chunk) // PAGE) * PAGE for s in group) for group in sizes))
+    return largest
+
+
+def chunk_granule(fmt: StateFormat, dtypes: Sequence[torch.dtype]) -> int:
+    """The multiple of elements at which chunks may begin, for all `dtypes` of a model."""
+    return max([BLOCK, *(granule(fmt.planes(d)) for d in dtypes if d in fmt.weight_dtypes)])
+
+
+class FlatState:
+    """Weight and optimizer planes and the gradients of one flat.
+
+    The kernel runs on the device if the optimizer state rests there (and the device has memory of its own), else on the host.
+    """
+
+    def __init__(
+        self,
+        memory: TierMemory,
+        flat: Flat,
+        fmt: StateFormat,
+        *,
+        weight_tier: Tier,
+        state_tier: Tier,
+        gradient_tier: Tier,
+        accumulate: torch.dtype,
+        chunk: int,
+    ) -> None:
+        self.memory, self.flat, self.fmt, self.chunk = memory, flat, fmt, chunk
+        self.trainable = bool(flat.trainable_end)
+        spec = fmt.planes(flat.dtype)[0] if flat.dtype in fmt.weight_dtypes else PlaneSpec(name="weight", dtype=flat.dtype)
+        self.weight = Plane(memory, spec, flat.padded, weight_tier, kind="parameters", what=f"{flat.unit} weight")
+        self.planes: dict[str, Plane] = {}
+        for state in state_specs(fmt, flat):
+            what = f"{flat.unit} {state.name}"
+            self.planes[state.name] = Plane(memory, state, flat.trainable_end, state_tier, kind="optimizer", what=what)
+        self.gradients = (
+            FlatGradients(memory, flat, gradient_tier, accumulate=accumulate, chunk=chunk) if self.trainable else None
+        )
+        self.on_device = state_tier is Tier.DEVICE and not memory.device.aliases_host
+
+    def close(self) -> None:
+        for plane in (self.weight, *self.planes.values()):
+            plane.free()
+        if self.gradients is not None:
+            self.gradients.close()
+
+    def _chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        """Chunks on the chunk grid that meet `[lo, hi)`."""
+        return self.flat.chunks(self.chunk, lo // self.chunk * self.chunk, hi)
+
+    def _operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> dict[str, Operand]:
+        planes = {"weight": self.weight, **self.planes}
+        return {name: Operand(plane, lo, hi, carver, on_device=on_device) for name, plane in planes.items()}
+
+    # First values
+
+    def create(self, values: Callable[[Slot], Tensor], queue: SlotQueue) -> None:
+        """Sets all planes from the parameters' own values (`values(slot)`, any shape), moments zero."""
+        for lo, hi in self._chunks(0, self.flat.trainable_end):
+            staging = queue.acquire()
+            after: list[Completion] = []
+            try:
+                hi = min(hi, self.flat.trainable_end)
+                carver = Carver(staging)
+                operands = self._operands(lo, hi, carver, on_device=False)
+                master = carver.take(hi - lo, torch.float32).zero_()
+                for slot, start, stop in _meets(self.flat.slots, lo, hi):
+                    master[start - lo : stop - lo].copy_(values(slot).reshape(-1)[start - slot.offset : stop - slot.offset])
+                kernels.load_(self.fmt.name, {name: op.tensor for name, op in operands.items()}, master=master)
+                after = _put_back(operands.values())
+            finally:
+                queue.give_back(staging, after)
+        for lo, hi in self._chunks(self.flat.trainable_end, self.flat.padded):
+            lo = max(lo, self.flat.trainable_end)
+            staging = queue.acquire()
+            after = []
+            try:
+                operand = Operand(self.weight, lo, hi, Carver(staging), on_device=False)
+                operand.tensor.zero_()
+                for slot, start, stop in _meets(self.flat.slots, lo, hi):
+                    operand.tensor[start - lo : stop - lo].copy_(
+                        values(slot).reshape(-1)[start - slot.offset : stop - slot.offset]
+                    )
+                after = _put_back([operand])
+            finally:
+                queue.give_back(staging, after)
+        queue.drain()
+
+    # The step
+
+    def jobs(self, updates: Sequence[Update]) -> Iterator[ChunkJob]:
+        """The chunks that hold a parameter to update, in order."""
+        for lo, hi in self._chunks(0, self.flat.trainable_end):
+            hi = min(hi, self.flat.trainable_end)
+            parts = [u for u in updates if u.slot.numel and u.slot.offset < hi and lo < u.slot.end]
+            if parts:
+                yield ChunkJob(self, lo, hi, parts)
+
+    # Edits and reads
+
+    def write(self, slot: Slot, queue: SlotQueue, *, weight: Tensor | None = None, planes: dict[str, Tensor] | None = None) -> None:
+        """Replaces values of one parameter.
+
+        `weight`: new values in the weight's dtype; where they differ from the rounding of the master the master becomes them, elsewhere it
+        keeps its low bits. `planes`: fp32 values for "master", "exp_avg" or "exp_avg_sq", 1-D of the parameter's length.
+        """
+        if slot.offset >= self.flat.trainable_end or not self.planes:
+            self._write_frozen(slot, queue, weight if weight is not None else (planes or {})["master"])
+            return
+        for lo, hi in self._chunks(slot.offset, slot.end):
+            hi = min(hi, self.flat.trainable_end)
+            start, stop = max(lo, slot.offset), min(hi, slot.end)
+            staging = queue.acquire()
+            try:
+                carver = Carver(staging)
+                operands = self._operands(lo, hi, carver, on_device=False)
+                _bring(operands.values())
+                tensors = {name: op.tensor for name, op in operands.items()}
+                state = kernels.read(self.fmt.name, tensors)
+                part = slice(start - slot.offset, stop - slot.offset)
+                inside = slice(start - lo, stop - lo)
+                values = {"master": state.master.clone(), "exp_avg": state.exp_avg.clone(), "exp_avg_sq": state.exp_avg_sq.clone()}
+                if weight is not None:
+                    new = weight.reshape(-1)[part]
+                    rounded = torch.empty_like(new)
+                    kernels.round_weight_(values["master"][inside].clone(), rounded)
+                    changed = new.view(_bits(new.dtype)) != rounded.view(_bits(new.dtype))
+                    values["master"][inside] = torch.where(changed, new.float(), values["master"][inside])
+                for name, value in (planes or {}).items():
+                    values[name][inside] = value.reshape(-1)[part]
+                kernels.load_(self.fmt.name, tensors, **values)
+                for completion in _put_back(operands.values()):
+                    completion.wait()
+            finally:
+                queue.give_back(staging, [])
+
+    def _write_frozen(self, slot: Slot, queue: SlotQueue, value: Tensor) -> None:
+        for lo, hi in self._chunks(slot.offset, slot.end):
+            start, stop = max(lo, slot.offset), min(hi, slot.end)
+            staging = queue.acquire()
+            try:
+                operand = Operand(self.weight, lo, hi, Carver(staging), on_device=False)
+                _bring([operand])
+                operand.tensor[start - lo : stop - lo].copy_(value.reshape(-1)[start - slot.offset : stop - slot.offset])
+                for completion in _put_back([operand]):
+                    completion.wait()
+            finally:
+                queue.give_back(staging, [])
+
+    def read_weight(self, slot: Slot, queue: SlotQueue, out: Tensor) -> None:
+        """Copies the weight of one parameter to the 1-D CPU tensor `out`."""
+        self._read(slot, queue, [self.weight], lambda tensors: tensors["weight"], {"weight": out})
+
+    def read_state(self, slot: Slot, queue: SlotQueue) -> dict[str, Tensor]:
+        """The decoded fp32 `master`, `exp_avg` and `exp_avg_sq` of one trainable parameter as new 1-D CPU tensors."""
+        out = {name: torch.empty(slot.numel, dtype=torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
+        for name, target in out.items():
+            self._read(
+                slot,
+                queue,
+                [self.weight, *self.planes.values()],
+                lambda tensors, name=name: getattr(kernels.read(self.fmt.name, tensors), name),  # type: ignore[misc]
+                {name: target},
+            )
+        return out
+
+    def _read(
+        self,
+        slot: Slot,
+        queue: SlotQueue,
+        planes: Sequence[Plane],
+        decode: Callable[[dict[str, Tensor]], Tensor],
+        out: dict[str, Tensor],
+    ) -> None:
+        queue.drain()
+        for lo, hi in self._chunks(slot.offset, slot.end):
+            hi = min(hi, *(plane.elements for plane in planes))
+            start, stop = max(lo, slot.offset), min(hi, slot.end)
+            staging = queue.acquire()
+            try:
+                carver = Carver(staging)
+                operands = {plane.spec.name: Operand(plane, lo, hi, carver, on_device=False) for plane in planes}
+                _bring(operands.values())
+                value = decode({name: op.tensor for name, op in operands.items()})
+                for target in out.values():
+                    target[start - slot.offset : stop - slot.offset].copy_(value[start - lo : stop - lo])
+            finally:
+                queue.give_back(staging, [])
+
+
+class ChunkJob:
+    """One chunk of an optimizer step: start the reads, run the kernel, start the writes."""
+
+    def __init__(self, state: FlatState, lo: int, hi: int, updates: list[Update]) -> None:
+        self.state, self.lo, self.hi, self.updates = state, lo, hi, updates
+        self._operands: dict[str, Operand] = {}
+        self._gradients: GradientOperands | None = None
+        self._staging: StagingSlot | None = None
+
+    def start(self, queue: SlotQueue) -> None:
+        """Takes a staging slot and starts to read what the kernel needs."""
+        state = self.state
+        assert state.gradients is not None
+        self._staging = queue.acquire()
+        carver = Carver(self._staging)
+        self._operands = state._operands(self.lo, self.hi, carver, on_device=state.on_device)
+        self._gradients = state.gradients.operands(self.lo, self.hi, carver, on_device=state.on_device)
+        for name, operand in self._operands.items():
+            if name != "weight" or not self._weight_follows():
+                operand.fetch()
+        self._gradients.fetch()
+
+    def _weight_follows(self) -> bool:
+        """Whether the weight plane is only written: the format keeps a whole master apart, and every parameter here is updated."""
+        if "master" not in self.state.planes:
+            return False
+        updated = {u.slot.name for u in self.updates}
+        return all(slot.name in updated for slot, _, _ in _meets(self.state.flat.slots, self.lo, self.hi))
+
+    def finish(self, queue: SlotQueue, grad_scale: float) -> None:
+        """Runs the kernel and starts the writes; the staging slot is given back when they are done."""
+        assert self._staging is not None and self._gradients is not None
+        after: list[Completion] = []
+        try:
+            write_only = self._weight_follows()
+            for name, operand in self._operands.items():
+                if name != "weight" or not write_only:
+                    operand.ready()
+            self._gradients.ready()
+            weight = self._operands["weight"]
+            if write_only and not weight.in_place:
+                weight.tensor.zero_()  # the padding between parameters is zero
+            for update in self.updates:
+                self._apply(update, grad_scale)
+            after = _put_back(self._operands.values())
+        finally:
+            queue.give_back(self._staging, after)
+            self._staging = None
+
+    def abandon(self, queue: SlotQueue) -> None:
+        """Gives the staging slot back without a step, once the reads that fill it have ended."""
+        if self._staging is None:
+            return
+        for operand in (*self._operands.values(), *(self._gradients.parts if self._gradients else ())):
+            operand.forget()
+        queue.give_back(self._staging, [])
+        self._staging = None
+
+    def _apply(self, update: Update, grad_scale: float) -> None:
+        slot, lo = update.slot, self.lo
+        start, stop = max(lo, slot.offset), min(self.hi, slot.end)
+        assert self._gradients is not None
+        planes = {}
+        for name, operand in self._operands.items():
+            part = operand.plane.spec.slice_of(start - lo, stop - lo)
+            planes[name] = operand.tensor[part]
+        kernels.step_(
+            self.state.fmt.name,
+            planes,
+            grad=self._gradients.slice(slot, start, stop),
+            hyper=update.hyper,
+            grad_scale=grad_scale,
+        )
+
+
+def _meets(slots: Sequence[Slot], lo: int, hi: int) -> Iterator[tuple[Slot, int, int]]:
+    """The slots that meet `[lo, hi)` with the common range."""
+    for slot in slots:
+        if slot.numel and slot.offset < hi and lo < slot.end:
+            yield slot, max(lo, slot.offset), min(hi, slot.end)
+
+
+def _bring(operands: Sequence[Operand] | object) -> None:
+    items = list(operands)  # type: ignore[call-overload]
+    for operand in items:
+        operand.fetch()
+    for operand in items:
+        operand.ready()
+
+
+def _put_back(operands: Sequence[Operand] | object) -> list[Completion]:
+    completions = [operand.put_back() for operand in operands]  # type: ignore[attr-defined]
+    return [c for c in completions if c is not None]
+
+
+def _bits(dtype: torch.dtype) -> torch.dtype:
+    return {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+__all__ = ["ChunkJob", "FlatState", "Held", "Update", "chunk_granule", "staging_bytes_per_chunk", "state_specs"]
