@@ -1,13 +1,13 @@
 """offload: train models whose state does not fit in memory.
 
-    with offload.empty_init():
-        model = build_model()
-    engine = offload.initialize(model, config)
-    for batch in loader:
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-    engine.close()
+with offload.empty_init():
+    model = build_model()
+engine = offload.initialize(model, config)
+for batch in loader:
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+engine.close()
 """
 
 from __future__ import annotations

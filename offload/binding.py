@@ -1,18 +1,18 @@
 """Ties a module's forward and backward to leases on its units. The only file that touches autograd.
 
-A unit is leased in its root's forward and rests right after it. Views of unit buffers that autograd saves meanwhile are packed into handles
-(unit, generation, offset, shape, stride) and resolved when the backward needs them, which acquires the unit if it is not resident. Hooks on the
-outputs acquire a unit as soon as a gradient reaches it, and on its inputs end the lease; both are only about time and memory: whatever they
-miss, unpacking makes right.
+A unit is leased in its root's forward and rests right after it. Views of unit buffers that autograd saves meanwhile are
+packed into handles (unit, generation, offset, shape, stride) and resolved when the backward needs them, which acquires
+the unit if it is not resident. Hooks on the outputs acquire a unit as soon as a gradient reaches it, and on its inputs
+end the lease; both are only about time and memory: whatever they miss, unpacking makes right.
 
-[Note: graph tasks] Backward leases belong to the outermost running backward of a thread. They end when the gradients of the unit's inputs exist,
-or in the callback that autograd runs at the end of that backward. Reentrant checkpointing starts nested backwards, whose end must not end the
-leases of the outer one; hence the stack. After an exception autograd runs no callback: the next outermost forward, `zero_grad` and `step`
-clear what was left.
+[Note: graph tasks] Backward leases belong to the outermost running backward of a thread. They end when the gradients of
+the unit's inputs exist, or in the callback that autograd runs at the end of that backward. Reentrant checkpointing
+starts nested backwards, whose end must not end the leases of the outer one; hence the stack. After an exception
+autograd runs no callback: the next outermost forward, `zero_grad` and `step` clear what was left.
 
-[Note: saved tensors of the user] Only the innermost pair of saved-tensor hooks runs, so everything that is not a view of a unit goes on to the
-pair that was in force outside (activation checkpointing, activation offload). Hooks also switch off autograd's version check, so packing
-records the version and unpacking compares it.
+[Note: saved tensors of the user] Only the innermost pair of saved-tensor hooks runs, so everything that is not a view
+of a unit goes on to the pair that was in force outside (activation checkpointing, activation offload). Hooks also
+switch off autograd's version check, so packing records the version and unpacking compares it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def _resolve_inert() -> Callable[..., None]:
 class Binding:
     """Hooks on the roots of an engine's units and on its trainable parameters."""
 
-    def __init__(self, residency: Residency, on_gradient: Callable[[ParameterRecord, Tensor], None], prefetch_units: int) -> None:
+    def __init__(
+        self, residency: Residency, on_gradient: Callable[[ParameterRecord, Tensor], None], prefetch_units: int
+    ) -> None:
         self._residency = residency
         self._on_gradient = on_gradient
         self._thread = _Thread()
@@ -145,7 +147,7 @@ class Binding:
                 self._on_gradient(record, gradient)
 
         with torch._C.DisableTorchFunctionSubclass():
-            self._handles.append(record.parameter.register_post_accumulate_grad_hook(arrived))
+            self._handles.append(record.parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
         """Removes every hook. Idempotent."""
@@ -166,7 +168,9 @@ class Binding:
             for unit in following:
                 self._residency.prefetch(unit)
             hooks = self._saving_hooks() if torch.is_grad_enabled() else None
-            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad] if hooks else []
+            inputs = (
+                [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad] if hooks else []
+            )
             if hooks is not None:
                 hooks.__enter__()
         except BaseException:
@@ -202,11 +206,12 @@ class Binding:
         def end(_gradients: Sequence[Tensor | None]) -> None:
             self._end_backward(units, use)
 
-        # A tensor that the unit hands through unchanged has no node of the unit's own to hang the hook on; unpacking covers it.
+        # A tensor that the unit hands through unchanged has no node of the unit's own to hang the hook on; unpacking
+        # covers it.
         passed = {id(t) for t in inputs}
         for tensor in outputs:
             if id(tensor) not in passed:
-                tensor.register_hook(begin)
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
         if inputs:
             register_multi_grad_hook(inputs, end, mode="all")
 
@@ -225,7 +230,8 @@ class Binding:
             task.open += 1
             stack.append(graph_id)
             self._tasks[graph_id] = task
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish_task(graph_id))  # type: ignore[attr-defined]
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._finish_task(graph_id))
         return task
 
     def _begin_backward(self, units: Sequence[Unit], use: object) -> None:
@@ -299,7 +305,10 @@ class Binding:
                     self._release_task(task)
 
     def unwind(self) -> None:
-        """Leaves forwards that an interrupt (which module hooks do not see) cut short. Call it outside any forward only."""
+        """Leaves forwards that an interrupt (which module hooks do not see) cut short.
+
+        Call it outside any forward only.
+        """
         while self._thread.frames:
             frame = self._thread.frames.pop()
             if frame.hooks is not None:
@@ -341,7 +350,9 @@ class Binding:
                 unit, flat = place
                 weights = unit.flats[flat]
                 if tensor.dtype == weights.flat.dtype and not tensor.is_conj() and not tensor.is_neg():
-                    return _WeightHandle(unit, flat, unit.generation, tensor.storage_offset(), tensor.shape, tensor.stride())
+                    return _WeightHandle(
+                        unit, flat, unit.generation, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+                    )
             if outer is not None:
                 return _Passed(outer[0](tensor), -1)
             return _Passed(tensor, tensor._version)

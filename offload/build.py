@@ -1,4 +1,6 @@
-"""From a module and a configuration to everything an engine owns; refuses what cannot work before anything large is allocated."""
+"""From a module and a configuration to everything an engine owns; refuses what cannot work before anything large is
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def check_model(model: nn.Module) -> None:
     """Refuses by name what cannot be carried.
 
     Raises:
-        UnsupportedModelError: wrapped or compiled modules, parameter subclasses (DTensor, quantised), trainable dtypes without fp32 masters,
+        UnsupportedModelError: wrapped or compiled modules, parameter subclasses (DTensor, quantised), trainable dtypes
+        without fp32 masters,
             parameters that belong to another engine.
     """
     if not isinstance(model, nn.Module):
@@ -69,8 +72,15 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kind = type(module).__name__
         label = f"{name or '(root)'} ({kind})"
-        if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FlattenParamsWrapper") or kind.startswith("FSDP"):
-            raise UnsupportedModelError(f"{label}: already wrapped by another sharding or data-parallel system; pass the bare module")
+        if kind in (
+            "DistributedDataParallel",
+            "FullyShardedDataParallel",
+            "DataParallel",
+            "FlattenParamsWrapper",
+        ) or kind.startswith("FSDP"):
+            raise UnsupportedModelError(
+                f"{label}: already wrapped by another sharding or data-parallel system; pass the bare module"
+            )
         if kind == "OptimizedModule":
             raise UnsupportedModelError(
                 f"{label}: compiled as a whole; hooks cannot be traced. Compile the forward of each block instead: "
@@ -83,23 +93,31 @@ def check_model(model: nn.Module) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, OffloadedParameter):
-        raise UnsupportedModelError(f"parameter {name} belongs to another engine (open or closed); build the model anew")
+        raise UnsupportedModelError(
+            f"parameter {name} belongs to another engine (open or closed); build the model anew"
+        )
     uninitialised = isinstance(parameter, nn.parameter.UninitializedParameter)
     if uninitialised or type(parameter) is not nn.Parameter or type(parameter.data) is not torch.Tensor:
         found = type(parameter).__name__ if type(parameter) is not nn.Parameter else type(parameter.data).__name__
         raise UnsupportedModelError(
-            f"parameter {name} is a {found}, not a plain nn.Parameter: lazy, sharded and quantised parameter classes are not supported"
+            f"parameter {name} is a {found}, not a plain nn.Parameter: "
+            "lazy, sharded and quantised parameter classes are not supported"
         )
     if parameter.layout is not torch.strided:
-        raise UnsupportedModelError(f"parameter {name} has layout {parameter.layout}; only dense parameters are supported")
+        raise UnsupportedModelError(
+            f"parameter {name} has layout {parameter.layout}; only dense parameters are supported"
+        )
     if parameter.requires_grad and parameter.dtype not in TRAINABLE:
         raise UnsupportedModelError(
-            f"parameter {name} is trainable in {parameter.dtype}; supported are fp32, bf16 and fp16 (cast it, or set requires_grad=False)"
+            f"parameter {name} is trainable in {parameter.dtype}; supported are fp32, bf16 and fp16 "
+            "(cast it, or set requires_grad=False)"
         )
 
 
 def weight_dtype(name: str, parameter: nn.Parameter, config: Config) -> torch.dtype:
-    """The dtype in which a parameter rests and computes: fp32 ones are cast to `precision.compute_dtype` unless `precision.keep` names them."""
+    """The dtype in which a parameter rests and computes: fp32 ones are cast to `precision.compute_dtype` unless
+    `precision.keep` names them.
+    """
     compute = config.precision.compute_dtype
     if compute == "auto" or parameter.dtype != torch.float32:
         return parameter.dtype
@@ -120,7 +138,8 @@ def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in optimized]
     if forgotten:
         warnings.warn(
-            f"{len(forgotten)} parameters require a gradient but are in no parameter group and will not be trained: {', '.join(forgotten[:3])}",
+            f"{len(forgotten)} parameters require a gradient but are in no parameter group and will not be trained: "
+            f"{', '.join(forgotten[:3])}",
             stacklevel=3,
         )
     layouts = [_layout(spec, config, optimized) for spec in specs]
@@ -163,7 +182,10 @@ def _groups(param_groups: Any, named: Sequence[tuple[str, nn.Parameter]]) -> lis
         group["params"] = [p[1] if isinstance(p, tuple) else p for p in params]
         for p in group["params"]:
             if id(p) not in known:
-                raise ValueError(f"param_groups[{index}] holds a tensor of shape {tuple(p.shape)} that is not a parameter of the model")
+                raise ValueError(
+                    f"param_groups[{index}] holds a tensor of shape {tuple(p.shape)} "
+                    "that is not a parameter of the model"
+                )
     return groups
 
 
@@ -203,7 +225,11 @@ def _limits(config: Config, device: Device) -> Limits:
     else:
         nvme = config.memory.nvme
     return Limits(
-        device=device_limit, host=host, nvme=nvme, memory_available=memory.available, memory_limited_by=memory.limited_by
+        device=device_limit,
+        host=host,
+        nvme=nvme,
+        memory_available=memory.available,
+        memory_limited_by=memory.limited_by,
     )
 
 
@@ -228,14 +254,18 @@ def _warn_large_units(layouts: Sequence[UnitLayout], limits: Limits) -> None:
     for unit in layouts:
         if unit.nbytes > limits.device:
             warnings.warn(
-                f"unit {unit.name} holds {format_bytes(unit.nbytes)} of weights, more than memory.device = {format_bytes(limits.device)}: "
+                f"unit {unit.name} holds {format_bytes(unit.nbytes)} of weights, "
+                f"more than memory.device = {format_bytes(limits.device)}: "
                 "it can only be used where its weights rest; split it (units.wrap) or raise memory.device",
                 stacklevel=4,
             )
 
 
 def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
-    """The budget and the memory of all tiers; the swap store only if something rests on nvme. `faults` goes beneath its engine."""
+    """The budget and the memory of all tiers; the swap store only if something rests on nvme.
+
+    `faults` goes beneath its engine.
+    """
     plan, limits, config = blueprint.plan, blueprint.limits, blueprint.config
     budget = Budget({"device": limits.device, "host": limits.host, "nvme": limits.nvme})
     memory = TierMemory(device=blueprint.device, budget=budget, poison=blueprint.device.kind == "sim")
@@ -263,7 +293,9 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
 def build_units(
     blueprint: Blueprint, memory: TierMemory, host: ParameterHost
 ) -> tuple[list[Unit], dict[tuple[int, int], FlatState]]:
-    """Takes the model's parameters over, unit by unit: creates those on the meta device, stores all planes, frees the originals."""
+    """Takes the model's parameters over, unit by unit: creates those on the meta device, stores all planes, frees the
+    originals.
+    """
     units: list[Unit] = []
     states: dict[tuple[int, int], FlatState] = {}
     queue = SlotQueue(memory)
@@ -288,7 +320,12 @@ def build_units(
                 state.create(lambda slot: parameters[slot.name].detach().cpu(), queue)  # noqa: B023 - used at once
                 records = [
                     ParameterRecord(
-                        name=slot.name, parameter=parameters[slot.name], unit=spec.index, flat=index, slot=slot, host=host
+                        name=slot.name,
+                        parameter=parameters[slot.name],
+                        unit=spec.index,
+                        flat=index,
+                        slot=slot,
+                        host=host,
                     )
                     for slot in flat.slots
                 ]

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def placement_table(blueprint: Blueprint, memory: TierMemory) -> str:
-    """Units of equal size and placement share a row; below it planned bytes and limits per tier, buffers, and the I/O engine."""
+    """Units of equal size and placement share a row; below it planned bytes and limits per tier, buffers, and the I/O
+    engine.
+    """
     rows: list[tuple[str, ...]] = [("units", "count", "parameters", "weights", "optimizer", "gradients")]
     groups: list[tuple[tuple[str, ...], list[str]]] = []
     for index, unit in enumerate(blueprint.layouts):
@@ -29,7 +31,10 @@ def placement_table(blueprint: Blueprint, memory: TierMemory) -> str:
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rsplit('.', 1)[-1]}"
         rows.append((label, str(len(names)), *cells))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
     for tier in Tier:
         kinds = blueprint.plan.planned[str(tier)]
         if kinds:
@@ -39,11 +44,18 @@ def placement_table(blueprint: Blueprint, memory: TierMemory) -> str:
             lines.append(f"{tier!s:7} {format_bytes(sum(kinds.values()))}{of}: {parts}")
     plan = blueprint.plan
     lines.append(
-        f"staging {plan.staging // plan.slot_bytes} x {format_bytes(plan.slot_bytes)} ({plan.chunk:,} elements a chunk), "
+        f"staging {plan.staging // plan.slot_bytes} x {format_bytes(plan.slot_bytes)} "
+        f"({plan.chunk:,} elements a chunk), "
         f"prefetch {blueprint.prefetch} unit{'s' if blueprint.prefetch != 1 else ''}, optimizer step: barrier"
     )
     if memory.store is not None:
-        direct = "direct" if all(memory.store.direct) else "buffered" if not any(memory.store.direct) else "direct on some paths"
+        direct = (
+            "direct"
+            if all(memory.store.direct)
+            else "buffered"
+            if not any(memory.store.direct)
+            else "direct on some paths"
+        )
         lines.append(f"swap {memory.store.engine}, {direct} I/O, requests of {format_bytes(memory.store.block)}")
     return "\n".join(lines)
 
@@ -54,7 +66,9 @@ def _tiers(blueprint: Blueprint, index: int, unit: UnitLayout) -> tuple[str, ...
         places: dict[str, int] = {}
         for f, flat in enumerate(unit.flats):
             placement = blueprint.plan.flats[index, f]
-            tier = {"parameters": placement.weight, "optimizer": placement.optimizer, "gradients": placement.gradients}[kind]
+            tier = {"parameters": placement.weight, "optimizer": placement.optimizer, "gradients": placement.gradients}[
+                kind
+            ]
             nbytes = bytes_of(blueprint.fmt, flat, kind, blueprint.accumulate)
             if nbytes:
                 places[str(tier)] = places.get(str(tier), 0) + nbytes

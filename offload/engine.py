@@ -61,7 +61,10 @@ _TRANSITIONS = {
 
 
 class Engine:
-    """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme. Made by `offload.initialize`."""
+    """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme.
+
+    Made by `offload.initialize`.
+    """
 
     def __init__(self, blueprint: Blueprint, *, lr_scheduler: Any, faults: FaultPlan | None) -> None:
         self.config: Config = blueprint.config
@@ -122,7 +125,12 @@ class Engine:
 
     def _make_optimizer(self, blueprint: Blueprint) -> EngineOptimizer:
         settings = self.config.optimizer
-        defaults = {"lr": settings.lr, "betas": tuple(settings.betas), "eps": settings.eps, "weight_decay": settings.weight_decay}
+        defaults = {
+            "lr": settings.lr,
+            "betas": tuple(settings.betas),
+            "eps": settings.eps,
+            "weight_decay": settings.weight_decay,
+        }
         groups = blueprint.groups
         if not any(group["params"] for group in groups):
             groups = [{"params": [torch.nn.Parameter(torch.zeros(0))]}]  # torch refuses an optimizer without parameters
@@ -153,7 +161,10 @@ class Engine:
         return self.train(False)
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, **kwargs: Any) -> None:
-        """`loss.backward(gradient, **kwargs)`, with the loss scale under fp16. Gradients add up until `step()`; nothing is divided."""
+        """`loss.backward(gradient, **kwargs)`, with the loss scale under fp16.
+
+        Gradients add up until `step()`; nothing is divided.
+        """
         self._check("backward was called")
         if self._scaler is not None and self._scaler.scale != 1.0:
             loss = loss * self._scaler.scale
@@ -175,9 +186,14 @@ class Engine:
         if gradient.layout is not torch.strided:
             raise GradientError(f"{record.name}: a sparse gradient; build the embedding with sparse=False")
         if self._scaler is not None and self._backward_depth == 0:
-            raise GradientError(f"{record.name}: under fp16 use engine.backward(loss), which applies the loss scale, not loss.backward()")
+            raise GradientError(
+                f"{record.name}: under fp16 use engine.backward(loss), "
+                "which applies the loss scale, not loss.backward()"
+            )
         if self._clip_factor != 1.0:
-            raise GradientError(f"{record.name}: a gradient arrived after clip_grad_norm_(); clip once, after the last backward")
+            raise GradientError(
+                f"{record.name}: a gradient arrived after clip_grad_norm_(); clip once, after the last backward"
+            )
         with self._lock:
             if self._last_unit is not None and self._last_unit != record.unit:
                 self._settle_unit(self._last_unit)
@@ -235,7 +251,8 @@ class Engine:
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before, as torch's function.
+        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before, as torch's
+        function.
 
         The factor is applied inside the optimizer's kernel; gradients read afterwards show it.
         """
@@ -249,7 +266,8 @@ class Engine:
     def step(self) -> StepResult:
         """One AdamW step with the gradients summed since the last one; the only optimizer boundary there is.
 
-        A step with a non-finite gradient (with `optimizer.check_finite`, or under fp16) changes nothing and names the parameter.
+        A step with a non-finite gradient (with `optimizer.check_finite`, or under fp16) changes nothing and names the
+        parameter.
 
         Raises:
             OffloadError: the engine is closed, or an earlier step was cut short.
@@ -276,7 +294,9 @@ class Engine:
             norm = raw / scale * self._clip_factor
             if check and bad is not None:
                 return self._skip(bad, norm, scale)
-        factor = self._clip_factor * norm_factor(norm, settings.max_grad_norm) if norm is not None else self._clip_factor
+        factor = (
+            self._clip_factor * norm_factor(norm, settings.max_grad_norm) if norm is not None else self._clip_factor
+        )
         self._run(held, factor / scale)
         self._step_count += 1
         if self._scaler is not None:
@@ -298,7 +318,9 @@ class Engine:
         hypers = self._hypers(held)
         by_state: dict[tuple[int, int], list[Update]] = {}
         for record in held:
-            by_state.setdefault((record.unit, record.flat), []).append(Update(slot=record.slot, hyper=hypers[record.name]))
+            by_state.setdefault((record.unit, record.flat), []).append(
+                Update(slot=record.slot, hyper=hypers[record.name])
+            )
         staging = self._memory.staging
         assert staging is not None
         self._change(Status.STEPPING)
@@ -338,9 +360,10 @@ class Engine:
     def train_batch(self, micro_batches: Iterable[Any], loss_fn: Callable[[Any, Any], Any] | None = None) -> StepResult:
         """Forward and backward of all micro-batches of one optimizer step, then the step.
 
-        A micro-batch is a dict (keyword arguments), a tuple (arguments) or a tensor. `loss_fn(outputs, micro_batch)` gives a loss to average
-        over the micro-batches (default: `outputs.loss`), or a pair (sum of losses, number of target tokens), which are averaged over all
-        tokens of the step. Before each micro-batch the global generators are seeded from (seed, step, micro-batch).
+        A micro-batch is a dict (keyword arguments), a tuple (arguments) or a tensor. `loss_fn(outputs, micro_batch)`
+        gives a loss to average over the micro-batches (default: `outputs.loss`), or a pair (sum of losses, number of
+        target tokens), which are averaged over all tokens of the step. Before each micro-batch the global generators
+        are seeded from (seed, step, micro-batch).
         """
         self._check("train_batch was called")
         batches = list(micro_batches)
@@ -385,7 +408,10 @@ class Engine:
     def access(
         self, records: Iterable[ParameterRecord], *, modified: Iterable[ParameterRecord] = ()
     ) -> contextlib.AbstractContextManager[None]:
-        """Leases on the units of `records`, with views packed if autograd saves them. Used by offloaded parameters themselves."""
+        """Leases on the units of `records`, with views packed if autograd saves them.
+
+        Used by offloaded parameters themselves.
+        """
         return self._access({r.unit for r in (*records, *modified)})
 
     @contextmanager
@@ -402,8 +428,8 @@ class Engine:
     def gathered(self, params: Any = None, modify: bool = False) -> Iterator[None]:
         """Full parameters readable in place, on the device: all, or `params` (a parameter, or several, or names).
 
-        With `modify`, what is written to them (also through `.data`) becomes their value; elements that did not change keep the low bits of
-        their fp32 master. All of them must fit memory.device at once.
+        With `modify`, what is written to them (also through `.data`) becomes their value; elements that did not change
+        keep the low bits of their fp32 master. All of them must fit memory.device at once.
         """
         self._check("gathered was called")
         records = self._select(params)
@@ -473,13 +499,16 @@ class Engine:
                 self._gradient_queue.drain()
                 gradients.drop(record.name)
             else:
-                gradients.replace(record.name, value.detach().to(self._memory.device.torch_device), self._gradient_queue)
+                gradients.replace(
+                    record.name, value.detach().to(self._memory.device.torch_device), self._gradient_queue
+                )
 
     def get_full(self, name: str, kind: str = "parameter") -> Tensor | None:
         """One parameter's whole value as a new CPU tensor of its shape.
 
-        `kind`: "parameter" (the fp32 master; the weight itself if it is not trained), "weight" (compute dtype), "exp_avg", "exp_avg_sq" (fp32),
-        or "grad" (the accumulated, unscaled gradient in the accumulation dtype; None without one).
+        `kind`: "parameter" (the fp32 master; the weight itself if it is not trained), "weight" (compute dtype),
+        "exp_avg", "exp_avg_sq" (fp32), or "grad" (the accumulated, unscaled gradient in the accumulation dtype; None
+        without one).
         """
         self._check("get_full was called")
         record = self._record(name)
@@ -506,7 +535,9 @@ class Engine:
         self._check("set_full was called")
         record = self._record(name)
         if tuple(value.shape) != record.slot.shape:
-            raise ValueError(f"{name}: a value of shape {tuple(value.shape)} for a parameter of shape {record.slot.shape}")
+            raise ValueError(
+                f"{name}: a value of shape {tuple(value.shape)} for a parameter of shape {record.slot.shape}"
+            )
         if kind == "grad":
             self.replace_gradient(record, value)
             return
@@ -520,12 +551,14 @@ class Engine:
             self._residency.units[record.unit].generation += 1
 
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter once (a tied one under its first name) as a CPU tensor in its compute dtype, one at a time."""
+        """Every parameter once (a tied one under its first name), one at a time: a CPU tensor in its compute dtype."""
         for name, record in self._records.items():
             yield name, self.read_weight(record)
 
     def named_full_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every parameter with its fp32 value ("parameter"), moments and step count, on the CPU, one at a time; frozen ones with the value only."""
+        """Every parameter with its fp32 value ("parameter"), moments and step count, on the CPU, one at a time; frozen
+        ones with the value only.
+        """
         for name in self._records:
             entry: dict[str, Any] = {"parameter": self.get_full(name)}
             if name in self._trainable:
@@ -584,11 +617,18 @@ class Engine:
     def _check(self, action: str) -> None:
         if self._status is Status.READY:
             return
-        hint = ": an optimizer step was cut short, so the state is partly old and partly new" if self._status is Status.FAILED else ""
+        hint = (
+            ": an optimizer step was cut short, so the state is partly old and partly new"
+            if self._status is Status.FAILED
+            else ""
+        )
         raise OffloadError(f"the engine is {self._status.value}{hint}; {action}")
 
     def close(self) -> None:
-        """Ends I/O, releases memory, files and threads. Parameters are gone afterwards: export or gather what you need first. Idempotent."""
+        """Ends I/O, releases memory, files and threads.
+
+        Parameters are gone afterwards: export or gather what you need first. Idempotent.
+        """
         if self._status is Status.CLOSED:
             return
         self._change(Status.CLOSED)
@@ -638,15 +678,19 @@ def initialize(
     """Takes a model over and returns its engine.
 
     Args:
-        model: any `nn.Module`, built normally (its memory is given up as it is taken over) or under `offload.empty_init()`.
+        model: any `nn.Module`, built normally (its memory is given up as it is taken over) or under
+            `offload.empty_init()`.
         config: an `offload.Config`, a dict, or a path to a .toml or .json file.
         param_groups: as for `torch.optim.AdamW`; by default one group of everything that requires a gradient.
-        lr_scheduler: a callable that makes a torch scheduler from the optimizer, or a scheduler; stepped by `engine.step()`, not on skipped steps.
-        init_fn: `init_fn(module)` gives initial values to the parameters that `module` owns directly; for models on the meta device.
+        lr_scheduler: a callable that makes a torch scheduler from the optimizer, or a scheduler; stepped by
+            `engine.step()`, not on skipped steps.
+        init_fn: `init_fn(module)` gives initial values to the parameters that `module` owns directly; for models on the
+            meta device.
         faults: faults to inject beneath the I/O engine, for tests and drills.
 
     Raises:
-        ConfigError, PlanError, UnsupportedModelError, SwapPathError, BudgetError: all `ValueError`s, before anything large is allocated.
+        ConfigError, PlanError, UnsupportedModelError, SwapPathError, BudgetError: all `ValueError`s, before anything
+        large is allocated.
     """
     resolved = load_config(dict(config) if isinstance(config, Mapping) else config)
     groups = None if param_groups is None else list(param_groups)

@@ -1,10 +1,12 @@
 """Gradients between backward and step: summed as they arrive, resting on any tier, one flat at a time.
 
-The first contribution to a parameter rests in the dtype it was computed in (`raw` plane); the second converts the sum to the accumulation dtype
-(`sum` plane), where later ones are added, in the order of the backward calls. So the numbers do not depend on the tier. Parameters smaller
-than a block share pages with others; on nvme their gradients stay on the host, which costs at most a few blocks a unit.
+The first contribution to a parameter rests in the dtype it was computed in (`raw` plane); the second converts the sum
+to the accumulation dtype (`sum` plane), where later ones are added, in the order of the backward calls. So the numbers
+do not depend on the tier. Parameters smaller than a block share pages with others; on nvme their gradients stay on the
+host, which costs at most a few blocks a unit.
 
-Sums of squares are taken block by block of each parameter from the final gradient: on nvme while it passes through memory, elsewhere on demand.
+Sums of squares are taken block by block of each parameter from the final gradient: on nvme while it passes through
+memory, elsewhere on demand.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class FlatGradients:
         self._entries = {slot.name: _Entry(slot) for slot in flat.slots if slot.trainable}
         self._planes: dict[tuple[Held, bool], Plane] = {}
 
-    # Planes. A flat on nvme has two of each kind: large parameters in the swap file, small ones (the shared blocks) on the host.
+    # Planes. A flat on nvme has two of each kind: large parameters in the swap file, small ones (the shared blocks) on
+    # the host.
 
     def _plane(self, held: Held, small: bool) -> Plane:
         apart = small and self.tier is Tier.NVME
@@ -67,7 +70,9 @@ class FlatGradients:
             if self.tier is Tier.NVME and not apart:
                 elements = self.flat.shared_start
             what = f"{self.flat.unit} gradients"
-            self._planes[held, apart] = Plane(self.memory, spec, elements, tier, kind="gradients", what=what, zero=False)
+            self._planes[held, apart] = Plane(
+                self.memory, spec, elements, tier, kind="gradients", what=what, zero=False
+            )
         return self._planes[held, apart]
 
     def _locate(self, entry: _Entry, held: Held) -> Plane:
@@ -106,7 +111,9 @@ class FlatGradients:
         return offset + start, offset + (entry.slot.numel if stop is None else stop)
 
     def _add_in_place(self, entry: _Entry, gradient: Tensor, target: Held, start: int) -> None:
-        """Adds `gradient`, elements from `start` of the parameter on, where the plane can be addressed by whoever holds the gradient."""
+        """Adds `gradient`, elements from `start` of the parameter on, where the plane can be addressed by whoever holds
+        the gradient.
+        """
         plane = self._locate(entry, target)
         stop = start + gradient.numel()
         out = plane.view(*self._range(entry, plane, start, stop))
@@ -131,7 +138,9 @@ class FlatGradients:
                 queue.give_back(staging, [])
 
     def _add_streamed(self, entry: _Entry, gradient: Tensor, target: Held, queue: SlotQueue) -> None:
-        """Adds to an nvme plane piece by piece through a staging slot: read, add, write back; the sums of squares on the way."""
+        """Adds to an nvme plane piece by piece through a staging slot: read, add, write back; the sums of squares on
+        the way.
+        """
         slot, device = entry.slot, self.memory.device
         plane = self._locate(entry, target)
         if entry.held is not Held.NOTHING:
@@ -181,7 +190,7 @@ class FlatGradients:
             self.settle(entry)
 
     def square_sums(self, slot: Slot) -> Tensor:
-        """fp64 sums of squares per block of the parameter at `slot`, from its accumulated gradient; empty without one."""
+        """fp64 sums of squares per block of the parameter at `slot`, of its accumulated gradient; empty without one."""
         entry = self._entries[slot.name]
         if entry.held is Held.NOTHING or slot.numel == 0:
             return torch.zeros(0, dtype=torch.float64)

@@ -1,10 +1,12 @@
-"""Models that are never held whole: parameters on the meta device, created module by module with the model's own initialisers.
+"""Models that are never held whole: parameters on the meta device, created module by module with the model's own
+initialisers.
 
-`empty_init` moves each parameter to the meta device as it is registered; buffers are made for real, because nothing could recompute them.
-`Creator` gives meta parameters memory and values: through the caller's `init_fn(module)`, the `_init_weights` of an enclosing module (the
-convention of `transformers`), or the module's own `reset_parameters`. Random values of a parameter come from a seed
-derived from (seed, parameter name): before the first random operation on a parameter the global generators are seeded for it, so that values
-depend neither on the order of creation nor on the tier nor on the world size.
+`empty_init` moves each parameter to the meta device as it is registered; buffers are made for real, because nothing
+could recompute them. `Creator` gives meta parameters memory and values: through the caller's `init_fn(module)`, the
+`_init_weights` of an enclosing module (the convention of `transformers`), or the module's own `reset_parameters`.
+Random values of a parameter come from a seed derived from (seed, parameter name): before the first random operation on
+a parameter the global generators are seeded for it, so that values depend neither on the order of creation nor on the
+tier nor on the world size.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def _register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | No
     _original_register(module, name, parameter)
     if not getattr(_local, "depth", 0) or parameter is None or parameter.device.type == "meta":
         return
-    # A parameter registered a second time (a tie) must stay one object, so the meta twin is remembered for as long as the original lives.
+    # A parameter registered a second time (a tie) must stay one object, so the meta twin is remembered for as long as
+    # the original lives.
     twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = _local.twins
     if id(parameter) not in twins:
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -56,7 +59,7 @@ def empty_init() -> Iterator[None]:
     with _patch_lock:
         if _patch_users == 0:
             _original_register = nn.Module.register_parameter
-            nn.Module.register_parameter = _register_on_meta  # type: ignore[method-assign]
+            nn.Module.register_parameter = _register_on_meta  # type: ignore[method-assign, assignment]
         _patch_users += 1
     _local.depth = getattr(_local, "depth", 0) + 1
     if _local.depth == 1:
@@ -89,7 +92,12 @@ class _SeedPerParameter(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         target = args[0] if args else kwargs.get("tensor")
-        if name.endswith("_") and not name.startswith("__") and isinstance(target, torch.Tensor) and target.device.type != "meta":
+        if (
+            name.endswith("_")
+            and not name.startswith("__")
+            and isinstance(target, torch.Tensor)
+            and target.device.type != "meta"
+        ):
             owner = self.names.get(target.untyped_storage()._cdata)
             if owner is not None and owner not in self.seeded:
                 self.seeded.add(owner)
@@ -124,11 +132,13 @@ def _stand_ins(module: nn.Module, replace: Callable[[nn.Parameter], bool]) -> It
 class Creator:
     """Creates the meta parameters of a model in place, keeping their identity (parameter groups and ties refer to it).
 
-    Which module's initialiser writes which parameter is found beforehand by running every initialiser once on meta stand-ins, children before
-    parents, as constructors run. `create` then runs just the ones that write the parameters asked for.
+    Which module's initialiser writes which parameter is found beforehand by running every initialiser once on meta
+    stand-ins, children before parents, as constructors run. `create` then runs just the ones that write the parameters
+    asked for.
 
     Raises:
-        UnsupportedModelError: no initialiser writes a meta parameter, or an initialisation written outside the initialisers (in a parent's
+        UnsupportedModelError: no initialiser writes a meta parameter, or an initialisation written outside the
+        initialisers (in a parent's
             `__init__`) was lost on the meta device; the message names the module and the parameter.
     """
 
@@ -158,19 +168,26 @@ class Creator:
                     continue
                 self._names[id(parameter)] = f"{name}.{key}" if name else key
                 exact = init_fn is None and id(module) not in hosts
-                self._check(f"{name or '(root)'} ({type(module).__name__})", key, parameter, written.get(id(parameter), 0), exact)
+                self._check(
+                    f"{name or '(root)'} ({type(module).__name__})",
+                    key,
+                    parameter,
+                    written.get(id(parameter), 0),
+                    exact,
+                )
 
     @staticmethod
     def _check(label: str, key: str, parameter: nn.Parameter, written: int, exact: bool) -> None:
         remedy = "give it one, pass init_fn to offload.initialize, or build the model without offload.empty_init()"
         if written == 0 and parameter.numel():
             raise UnsupportedModelError(
-                f"{label}: parameter {key} is on the meta device and no reset_parameters() or _init_weights() writes it; {remedy}"
+                f"{label}: parameter {key} is on the meta device and no reset_parameters() or "
+                f"_init_weights() writes it; {remedy}"
             )
         if exact and parameter._version > written:
             raise UnsupportedModelError(
-                f"{label}: parameter {key} was initialised outside reset_parameters() (in a parent's __init__?), which is lost on the meta "
-                "device; move it into reset_parameters(), pass init_fn to offload.initialize, or build without offload.empty_init()"
+                f"{label}: parameter {key} was initialised outside reset_parameters() (in a parent's __init__?), "
+                "which is lost on the meta device; move it into reset_parameters(), pass init_fn to offload.initialize, or build without offload.empty_init()"
             )
 
     @staticmethod
@@ -178,19 +195,26 @@ class Creator:
         try:
             run()
         except Exception as error:
-            raise UnsupportedModelError(f"{name or '(root)'} ({type(module).__name__}): its initialiser failed: {error}") from error
+            raise UnsupportedModelError(
+                f"{name or '(root)'} ({type(module).__name__}): its initialiser failed: {error}"
+            ) from error
 
     def create(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives those of `parameters` that are on the meta device memory and initial values; no other parameter is written."""
+        """Gives those of `parameters` that are on the meta device memory and initial values; no other parameter is
+        written.
+        """
         pending = [p for p in parameters if _on_meta(p)]
         if not pending:
             return
         by_storage: dict[int, str] = {}
         for parameter in pending:
-            created = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+            created = nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+            )
             created.__dict__.update(parameter.__dict__)
-            # `torch.utils.swap_tensors` refuses tensors with weak references (recurrent modules keep some), for fear that these would see the
-            # other tensor's memory. Here they shall: the parameter stays the object it was and only its memory changes.
+            # `torch.utils.swap_tensors` refuses tensors with weak references (recurrent modules keep some), for fear
+            # that these would see the other tensor's memory. Here they shall: the parameter stays the object it was and
+            # only its memory changes.
             torch._C._swap_tensor_impl(parameter, created)
             by_storage[parameter.untyped_storage()._cdata] = self._names[id(parameter)]
         wanted = {id(p) for p in pending}

@@ -1,12 +1,13 @@
 """Pure arithmetic from (names, shapes, dtypes, world size) to offsets in flat buffers.
 
-The unit of everything is a block of 4,096 elements. A parameter of a block or more starts on a block boundary. Smaller ones share blocks: each
-starts at a multiple of 64 elements and never crosses a block boundary. A unit has one flat buffer per (dtype, persistent) pair, padded to
-world x block elements, so that every shard, chunk and extent is a whole number of blocks and, for items of 1, 2, 4 or 8 bytes, of 4 KiB pages.
-Hence no placement, chunk size or world size changes which elements are grouped together, and a result cannot depend on them.
+The unit of everything is a block of 4,096 elements. A parameter of a block or more starts on a block boundary. Smaller
+ones share blocks: each starts at a multiple of 64 elements and never crosses a block boundary. A unit has one flat
+buffer per (dtype, persistent) pair, padded to world x block elements, so that every shard, chunk and extent is a whole
+number of blocks and, for items of 1, 2, 4 or 8 bytes, of 4 KiB pages. Hence no placement, chunk size or world size
+changes which elements are grouped together, and a result cannot depend on them.
 
-Within a flat the trainable parameters come first: large, then small, then (from a block boundary) the frozen ones. Optimizer states and
-gradients exist for the range `[0, trainable_end)` only.
+Within a flat the trainable parameters come first: large, then small, then (from a block boundary) the frozen ones.
+Optimizer states and gradients exist for the range `[0, trainable_end)` only.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Slot:
 class Flat:
     """One flat buffer of a unit. All sizes count elements of `dtype`.
 
-    `shared_start` is where the trainable parameters smaller than a block begin; `trainable_end` is the end, rounded up to a block, of what has
-    optimizer state.
+    `shared_start` is where the trainable parameters smaller than a block begin; `trainable_end` is the end, rounded up
+    to a block, of what has optimizer state.
     """
 
     unit: str
@@ -116,7 +117,7 @@ class UnitLayout:
 
 
 def _place(specs: Iterable[ParameterSpec], start: int, slots: list[Slot]) -> tuple[int, int]:
-    """Appends slots for large, then small parameters; returns (where the small ones begin, the end rounded to a block)."""
+    """Appends slots for large, then small parameters; returns (where small ones begin, the end rounded to a block)."""
     specs = list(specs)
     cursor = start
     for spec in specs:

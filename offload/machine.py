@@ -37,7 +37,10 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, str]]:
         limit, usage, cache = (_read_number(folder / names[0]), _read_number(folder / names[1]), names[2])
         if limit is None or usage is None or limit >= UNLIMITED:
             continue
-        yield limit - usage + _statistic(folder / "memory.stat", cache), f"the memory cgroup {folder} (limit {limit:,} bytes)"
+        yield (
+            limit - usage + _statistic(folder / "memory.stat", cache),
+            f"the memory cgroup {folder} (limit {limit:,} bytes)",
+        )
 
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -85,7 +88,9 @@ def _statistic(path: Path, key: str) -> int:
 
 
 def free_disk(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Free bytes over the distinct file systems of `paths`; folders that do not exist yet count with their nearest parent."""
+    """Free bytes over the distinct file systems of `paths`; folders that do not exist yet count with their nearest
+    parent.
+    """
     seen: dict[int, int] = {}
     for given in paths:
         path = Path(given)

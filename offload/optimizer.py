@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class EngineOptimizer(torch.optim.Optimizer):
     """Hyperparameters per group, as schedulers and trainers expect them; moments live in the engine's planes.
 
-    Read moments with `engine.named_full_states()` or `engine.get_full(name, kind)`; `state_dict()` holds the groups only.
+    Read moments with `engine.named_full_states()` or `engine.get_full(name, kind)`; `state_dict()` holds the groups
+    only.
     """
 
     def __init__(self, engine: Engine, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -29,7 +30,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             raise RuntimeError("the engine of this optimizer is gone")
         return engine
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The engine's step. With a closure, which must run the backward, its result is returned."""
         loss = None
         if closure is not None:
@@ -45,7 +46,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         engine = self._engine()
         if engine is not None and getattr(engine, "_ready", False):
-            raise ValueError("parameter groups cannot be added after offload.initialize; pass all of them as param_groups")
+            raise ValueError(
+                "parameter groups cannot be added after offload.initialize; pass all of them as param_groups"
+            )
         super().add_param_group(param_group)
 
     def __reduce__(self) -> Any:

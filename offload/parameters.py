@@ -1,10 +1,12 @@
 """What a parameter is while the engine holds its memory.
 
-[Note: two classes] Inside its unit's forward and backward an offloaded parameter is a plain `nn.Parameter` whose data is a view of the unit's
-leased buffer: compute, autograd and `torch.compile` see nothing unusual and pay nothing. Everywhere else its Python class is
-`OffloadedParameter` (the object and its autograd state stay the same; only `__class__` changes) and its data is a zero-stride stub of the right
-shape filled with NaN. The class intercepts every use through `__torch_function__`: metadata is answered from the stub, `.grad` from the engine,
-and any operation first acquires the unit, so a stub's value cannot reach a result. Writes in place are carried through to the resting planes.
+[Note: two classes] Inside its unit's forward and backward an offloaded parameter is a plain `nn.Parameter` whose data
+is a view of the unit's
+leased buffer: compute, autograd and `torch.compile` see nothing unusual and pay nothing. Everywhere else its Python
+class is `OffloadedParameter` (the object and its autograd state stay the same; only `__class__` changes) and its data
+is a zero-stride stub of the right shape filled with NaN. The class intercepts every use through `__torch_function__`:
+metadata is answered from the stub, `.grad` from the engine, and any operation first acquires the unit, so a stub's
+value cannot reach a result. Writes in place are carried through to the resting planes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from offload.layout import Slot
 class ParameterHost(Protocol):
     """What the engine does for its parameters."""
 
-    def access(self, records: Iterable[ParameterRecord], *, modified: Iterable[ParameterRecord] = ()) -> AbstractContextManager[None]:
+    def access(
+        self, records: Iterable[ParameterRecord], *, modified: Iterable[ParameterRecord] = ()
+    ) -> AbstractContextManager[None]:
         """Full values in place; changes made in place to the `modified` ones reach the resting planes at exit."""
 
     def read_weight(self, record: ParameterRecord) -> Tensor: ...
@@ -69,7 +73,7 @@ def record_of(parameter: object) -> ParameterRecord | None:
 
 
 def make_stub(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of the right shape that takes one element of memory and is loud when read: NaN, or the dtype's minimum."""
+    """A tensor of the right shape in one element of memory that is loud when read: NaN, or the dtype's minimum."""
     if dtype.is_floating_point or dtype.is_complex:
         value: Any = float("nan")
     elif dtype is torch.bool:
@@ -81,18 +85,18 @@ def make_stub(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class HeldTensor(torch.Tensor):
-    """A copy of a gradient or of data that the engine holds: reads give ordinary tensors, writes in place are refused."""
+    """A copy of a gradient or of data that the engine holds: reads give plain tensors, writes in place are refused."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.__repr__ or getattr(func, "__name__", "") in ("__get__", "requires_grad_"):
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for target in _written(func, args, kwargs):
             if isinstance(target, HeldTensor):
                 raise GradientError(
-                    "an in-place change of an offloaded parameter's .grad or .data would be lost: use engine.clip_grad_norm_ for clipping, "
-                    "parameter.grad = tensor to replace a gradient, engine.gathered(modify=True) to change weights"
+                    "an in-place change of an offloaded parameter's .grad or .data would be lost: "
+                    "use engine.clip_grad_norm_ for clipping, parameter.grad = tensor to replace a gradient, engine.gathered(modify=True) to change weights"
                 )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -100,11 +104,55 @@ class HeldTensor(torch.Tensor):
 
 
 _METADATA = frozenset(
-    "size dim numel nelement element_size ndimension get_device is_floating_point is_complex is_signed is_inference is_same_size has_names "
-    "is_shared data_ptr register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad _is_view __hash__ __len__ is_pinned "
-    "is_conj is_neg is_distributed __dlpack_device__".split()
+    [
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "ndimension",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "is_same_size",
+        "has_names",
+        "is_shared",
+        "data_ptr",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "_is_view",
+        "__hash__",
+        "__len__",
+        "is_pinned",
+        "is_conj",
+        "is_neg",
+        "is_distributed",
+        "__dlpack_device__",
+    ]
 )
-_INPLACE_DUNDERS = frozenset(f"__i{op}__" for op in "add sub mul truediv div floordiv mod pow and or xor lshift rshift matmul".split())
+_INPLACE_DUNDERS = frozenset(
+    f"__i{op}__"
+    for op in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "div",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+        "matmul",
+    ]
+)
 _FORBIDDEN = frozenset(("set_", "resize_", "resize_as_", "share_memory_", "swap_tensors", "rename_"))
 
 
@@ -140,16 +188,23 @@ class OffloadedParameter(nn.Parameter):
             if name == "detach":
                 return own.host.read_weight(own)
         if name in _FORBIDDEN:
-            raise OffloadError(f"{own.name if own else 'an offloaded parameter'}: {name} would detach it from the engine that holds its memory")
+            raise OffloadError(
+                f"{own.name if own else 'an offloaded parameter'}: {name} would detach it from the engine "
+                "that holds its memory"
+            )
         offloaded = [p for p in tree_leaves((args, kwargs)) if isinstance(p, OffloadedParameter)]
         records = [r for r in map(record_of, offloaded) if r is not None]
         if not records:
-            raise OffloadError("this parameter belonged to an engine that is closed; export or gather weights before engine.close()")
+            raise OffloadError(
+                "this parameter belonged to an engine that is closed; export or gather weights before engine.close()"
+            )
         written = {id(t) for t in _written(func, args, kwargs)}
         with ExitStack() as stack:
             for host in {id(r.host): r.host for r in records}.values():
                 own_records = [r for r in records if r.host is host]
-                stack.enter_context(host.access(own_records, modified=[r for r in own_records if id(r.parameter) in written]))
+                stack.enter_context(
+                    host.access(own_records, modified=[r for r in own_records if id(r.parameter) in written])
+                )
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -158,12 +213,13 @@ class OffloadedParameter(nn.Parameter):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         record = record_of(self)
         where = "closed engine" if record is None else record.name
-        return f"OffloadedParameter({where}, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+        facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
+        return f"OffloadedParameter({where}, {facts})"
 
 
 def _attribute(kind: str, func: Any, args: Any) -> Any:
@@ -178,14 +234,21 @@ def _attribute(kind: str, func: Any, args: Any) -> Any:
         return None
     if attribute == "data":
         if record is None:
-            raise OffloadError("this parameter belonged to an engine that is closed; export or gather weights before engine.close()")
+            raise OffloadError(
+                "this parameter belonged to an engine that is closed; export or gather weights before engine.close()"
+            )
         if kind == "__get__":
             return record.host.read_weight(record).as_subclass(HeldTensor)
-        raise OffloadError(f"{record.name}: .data cannot be replaced while the engine holds its memory; use engine.gathered(modify=True)")
+        raise OffloadError(
+            f"{record.name}: .data cannot be replaced while the engine holds its memory; "
+            "use engine.gathered(modify=True)"
+        )
     if kind == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
         if record is None:
-            raise OffloadError("this parameter belonged to an engine that is closed; export or gather weights before engine.close()")
-        with record.host.access([record], modify=False):
+            raise OffloadError(
+                "this parameter belonged to an engine that is closed; export or gather weights before engine.close()"
+            )
+        with record.host.access([record]):
             return func(*args)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args)

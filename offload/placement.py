@@ -1,7 +1,7 @@
 """Which plane of which flat rests on which tier, and whether that fits, before anything large exists.
 
-`auto` fills the device, then the host, then nvme, weights before optimizer states before gradients, in unit order. Explicit placement is obeyed
-or refused. Pure arithmetic: budgets and machine limits come in as numbers.
+`auto` fills the device, then the host, then nvme, weights before optimizer states before gradients, in unit order.
+Explicit placement is obeyed or refused. Pure arithmetic: budgets and machine limits come in as numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_STAGING_SLOTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes per tier (None: no limit). `memory_available` and its name are what the machine or a cgroup still grants."""
+    """Bytes per tier (None: no limit); `memory_available` is what the machine or a cgroup, as named, still grants."""
 
     device: int | None
     host: int | None
@@ -42,8 +42,9 @@ class Limits:
 class Request:
     """What the user asked for: a tier per kind or "auto", buffers, and how units are acquired together.
 
-    `roots` lists, for every root module, the units it leases at once; `held` the units leased during the whole forward. `staging` and `chunk`
-    are bytes (of a plane of fp32 for `chunk`), or None for automatic. `rest_on_device`: whether automatic placement may use the device.
+    `roots` lists, for every root module, the units it leases at once; `held` the units leased during the whole forward.
+    `staging` and `chunk` are bytes (of a plane of fp32 for `chunk`), or None for automatic. `rest_on_device`: whether
+    automatic placement may use the device.
     """
 
     tiers: Mapping[str, str]
@@ -85,7 +86,12 @@ class Plan:
 
 
 def plan_chunks(
-    fmt: StateFormat, dtypes: Sequence[torch.dtype], accumulate: torch.dtype, staging: int | None, chunk: int | None, host: int | None
+    fmt: StateFormat,
+    dtypes: Sequence[torch.dtype],
+    accumulate: torch.dtype,
+    staging: int | None,
+    chunk: int | None,
+    host: int | None,
 ) -> tuple[int, int, int]:
     """(elements of a chunk, bytes of a staging slot, bytes of all staging).
 
@@ -97,19 +103,24 @@ def plan_chunks(
     def slot(elements: int) -> int:
         return staging_bytes_per_chunk(fmt, dtypes, accumulate, elements)
 
-    # Automatic sizes: four chunks in flight within an eighth of the host budget, so that small budgets keep room for planes.
-    room = staging if staging is not None else max(slot(smallest), min(MAX_STAGING_SLOTS * slot(MAX_CHUNK), (host or 1 << 62) // 8))
+    # Automatic sizes: four chunks in flight within an eighth of the host budget, so that small budgets keep room for
+    # planes.
+    room = (
+        staging
+        if staging is not None
+        else max(slot(smallest), min(MAX_STAGING_SLOTS * slot(MAX_CHUNK), (host or 1 << 62) // 8))
+    )
     if slot(smallest) > room:
         raise PlanError(
-            f"swap.staging = {format_bytes(room)} cannot hold one chunk of all planes: at least {format_bytes(slot(smallest))} "
-            f"({slot(smallest):,} bytes) are needed"
+            f"swap.staging = {format_bytes(room)} cannot hold one chunk of all planes: "
+            f"at least {format_bytes(slot(smallest))} ({slot(smallest):,} bytes) are needed"
         )
     if chunk is not None:
         elements = max(smallest, chunk // 4 // smallest * smallest)
         if slot(elements) > room:
             raise PlanError(
-                f"swap.chunk = {format_bytes(chunk)} needs {format_bytes(slot(elements))} of staging for one chunk of all planes; "
-                f"swap.staging is {format_bytes(room)}: raise it or lower swap.chunk"
+                f"swap.chunk = {format_bytes(chunk)} needs {format_bytes(slot(elements))} of staging "
+                f"for one chunk of all planes; swap.staging is {format_bytes(room)}: raise it or lower swap.chunk"
             )
     else:
         per_element = slot(smallest) / smallest
@@ -155,20 +166,27 @@ class _Rooms:
             self.left[tier] = left - nbytes
 
 
-def make_plan(units: Sequence[UnitLayout], fmt: StateFormat, accumulate: torch.dtype, request: Request, limits: Limits) -> Plan:
+def make_plan(
+    units: Sequence[UnitLayout], fmt: StateFormat, accumulate: torch.dtype, request: Request, limits: Limits
+) -> Plan:
     """Places every plane and checks the result against all limits.
 
     Raises:
-        PlanError: a tier's budget, the machine's memory or a cgroup cannot hold the plan; says by how much, for what, and which key to change.
+        PlanError: a tier's budget, the machine's memory or a cgroup cannot hold the plan; says by how much, for what,
+        and which key to change.
     """
     dtypes = sorted({flat.dtype for unit in units for flat in unit.flats}, key=str) or [torch.float32]
     chunk, slot_bytes, staging = plan_chunks(fmt, dtypes, accumulate, request.staging, request.chunk, limits.host)
     persistent = sum(f.nbytes for u in units for f in u.flats if f.persistent)
     weights = sum(f.nbytes for u in units for f in u.flats)
     everything_fits = request.rest_on_device and (limits.device is None or weights <= limits.device)
-    wants_device = request.tiers["parameters"] == "device" or (request.tiers["parameters"] == "auto" and everything_fits)
+    wants_device = request.tiers["parameters"] == "device" or (
+        request.tiers["parameters"] == "auto" and everything_fits
+    )
     lease_room = 0 if wants_device else _lease_bytes(units, request, None, request.prefetch)
-    rooms = _Rooms(limits, {Tier.DEVICE: persistent + lease_room, Tier.HOST: staging + _shared_gradients(units, accumulate)})
+    rooms = _Rooms(
+        limits, {Tier.DEVICE: persistent + lease_room, Tier.HOST: staging + _shared_gradients(units, accumulate)}
+    )
     plan = Plan(flats={}, chunk=chunk, slot_bytes=slot_bytes, staging=staging)
     chosen: dict[tuple[int, int, str], Tier] = {}
     for kind in KINDS:
@@ -219,7 +237,11 @@ def _add_plane(plan: Plan, flat: Flat, kind: str, tier: Tier, nbytes: int, accum
 
 def _shared_bytes(flat: Flat, accumulate: torch.dtype) -> int:
     """Host bytes for the gradients of parameters smaller than a block, which do not go to nvme."""
-    return planned_bytes(flat, accumulate) * (flat.trainable_end - flat.shared_start) // flat.trainable_end if flat.trainable_end else 0
+    return (
+        planned_bytes(flat, accumulate) * (flat.trainable_end - flat.shared_start) // flat.trainable_end
+        if flat.trainable_end
+        else 0
+    )
 
 
 def _shared_gradients(units: Sequence[UnitLayout], accumulate: torch.dtype) -> int:
@@ -245,7 +267,9 @@ def _lease_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | Non
 
 
 def _add_prefetch(plan: Plan, units: Sequence[UnitLayout], request: Request, limits: Limits) -> None:
-    """Room to load the next units while one computes, as far as the device budget and the memory have it; prefetching never insists."""
+    """Room to load the next units while one computes, as far as the device budget and the memory have it; prefetching
+    never insists.
+    """
     extra = _lease_bytes(units, request, plan, request.prefetch) - _lease_bytes(units, request, plan, 0)
     room = extra if limits.device is None else max(0, limits.device - plan.total(Tier.DEVICE))
     if request.device_is_host_memory:
@@ -263,8 +287,8 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
             )
         if limit is not None and total > limit:
             raise PlanError(
-                f"the plan exceeds memory.{tier} by {format_bytes(total - limit)}: it needs {format_bytes(total)} ({_parts(plan, tier)}) of "
-                f"{format_bytes(limit)}; {_remedy(tier)}"
+                f"the plan exceeds memory.{tier} by {format_bytes(total - limit)}: it needs {format_bytes(total)} "
+                f"({_parts(plan, tier)}) of {format_bytes(limit)}; {_remedy(tier)}"
             )
     in_memory = plan.total(Tier.HOST) + (plan.total(Tier.DEVICE) if request.device_is_host_memory else 0)
     if in_memory > limits.memory_available:
@@ -272,13 +296,15 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
         if request.device_is_host_memory and plan.total(Tier.DEVICE):
             parts += f"; device: {_parts(plan, Tier.DEVICE)}"
         raise PlanError(
-            f"the plan needs {format_bytes(in_memory)} of host memory ({parts}), {format_bytes(in_memory - limits.memory_available)} more than "
-            f"{limits.memory_limited_by} has left ({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST)}"
+            f"the plan needs {format_bytes(in_memory)} of host memory ({parts}), "
+            f"{format_bytes(in_memory - limits.memory_available)} more than {limits.memory_limited_by} has left ({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST)}"
         )
 
 
 def _parts(plan: Plan, tier: Tier) -> str:
-    return ", ".join(f"{kind} {format_bytes(n)}" for kind, n in sorted(plan.planned[str(tier)].items(), key=lambda i: -i[1]))
+    return ", ".join(
+        f"{kind} {format_bytes(n)}" for kind, n in sorted(plan.planned[str(tier)].items(), key=lambda i: -i[1])
+    )
 
 
 def _remedy(tier: Tier) -> str:

@@ -1,7 +1,9 @@
-"""Planes at rest: one component of a flat (weight, master, exp_avg, ...) on one tier, and operands: chunks of it where a kernel runs.
+"""Planes at rest: one component of a flat (weight, master, exp_avg, ...) on one tier, and operands: chunks of it where
+a kernel runs.
 
-A plane is addressed in elements of its flat. `PlaneSpec.group` maps them to entries, so planes whose entries serve a group of elements need no
-special case. Bounds of chunks are multiples of `granule(...)`, so that in a swap file they fall on 4 KiB pages.
+A plane is addressed in elements of its flat. `PlaneSpec.group` maps them to entries, so planes whose entries serve a
+group of elements need no special case. Bounds of chunks are multiples of `granule(...)`, so that in a swap file they
+fall on 4 KiB pages.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from optimizer_cpu.formats import PlaneSpec
 from swap.devices import Event
 from swap.geometry import PAGE
 from swap.staging import Slot
-from swap.store import Extent, SwapStore
+from swap.extents import Extent
+from swap.store import SwapStore
 from swap.tickets import Ticket
 
 
@@ -43,7 +46,9 @@ class FutureCompletion:
 
 
 def granule(specs: Sequence[PlaneSpec]) -> int:
-    """The smallest number of elements, a multiple of a block, at whose multiples every plane starts on a page of a swap file."""
+    """The smallest number of elements, a multiple of a block, at whose multiples every plane starts on a page of a swap
+    file.
+    """
     size = BLOCK
     for spec in specs:
         while spec.nbytes(size) % PAGE:
@@ -57,7 +62,9 @@ class Plane:
     Device and host planes are one tensor (`tensor`); an nvme plane is an extent of the swap store.
     """
 
-    def __init__(self, memory: TierMemory, spec: PlaneSpec, elements: int, tier: Tier, *, kind: str, what: str, zero: bool = True) -> None:
+    def __init__(
+        self, memory: TierMemory, spec: PlaneSpec, elements: int, tier: Tier, *, kind: str, what: str, zero: bool = True
+    ) -> None:
         self.memory, self.spec, self.elements, self.tier, self.what = memory, spec, elements, tier, what
         self.tensor: Tensor | None = None
         self.extent: Extent | None = None
@@ -99,7 +106,9 @@ class Plane:
         return self.tensor[self.spec.slice_of(lo, hi)]
 
     def submit_read(self, lo: int, hi: int, out: Tensor) -> Ticket:
-        """Starts reading `[lo, hi)` of an nvme plane into host memory; bounds are multiples of the granule (or the end)."""
+        """Starts reading `[lo, hi)` of an nvme plane into host memory; bounds are multiples of the granule (or the
+        end).
+        """
         assert self.extent is not None
         return self.store.read(self.extent, out, offset=self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize)
 
@@ -150,10 +159,12 @@ class Carver:
 
 
 class Operand:
-    """The elements `[lo, hi)` of a plane in memory that the kernel can address: on the host, or on the device if `on_device`.
+    """The elements `[lo, hi)` of a plane in memory that the kernel can address: on the host, or on the device if
+    `on_device`.
 
-    Where the plane rests in that memory already, the operand is a view and nothing moves. `fetch` starts the transfer, `ready` waits for it,
-    `put_back` starts the way back and returns what to wait for before the staging slot and the tensors may be reused.
+    Where the plane rests in that memory already, the operand is a view and nothing moves. `fetch` starts the transfer,
+    `ready` waits for it, `put_back` starts the way back and returns what to wait for before the staging slot and the
+    tensors may be reused.
     """
 
     def __init__(self, plane: Plane, lo: int, hi: int, carver: Carver, *, on_device: bool) -> None:
@@ -221,7 +232,10 @@ class Operand:
 
 
 class SlotQueue:
-    """Staging slots for one user. A slot is free again as soon as its writes are done; their errors surface at the next call."""
+    """Staging slots for one user.
+
+    A slot is free again as soon as its writes are done; their errors surface at the next call.
+    """
 
     def __init__(self, memory: TierMemory) -> None:
         self._memory = memory
@@ -235,7 +249,7 @@ class SlotQueue:
         return self._memory.staging.acquire()
 
     def give_back(self, slot: Slot, after: Sequence[Completion]) -> None:
-        """Releases `slot` once everything in `after` is done. Copies to the device are waited for here; writes go on."""
+        """Releases `slot` once everything in `after` is done. Copies to the device are waited for; writes go on."""
         tickets = [c for c in after if isinstance(c, Ticket)]
         try:
             for completion in after:
@@ -277,13 +291,16 @@ class Loader:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-loader")
 
     def load(self, plane: Plane, out: Tensor) -> Completion:
-        """Starts filling device tensor `out` with the whole of `plane`; compute must `settle` the result before it reads `out`."""
+        """Starts filling device tensor `out` with the whole of `plane`; compute must `settle` the result before it
+        reads `out`.
+        """
         device = self._memory.device
         if plane.tier is Tier.HOST:
             return self._memory.copy_in(out, plane.view(0, plane.elements))
         if device.aliases_host:
             return plane.submit_read(0, plane.elements, out)
-        # The copies run on their own stream and from another thread: they must not overtake work that still uses the memory of `out`.
+        # The copies run on their own stream and from another thread: they must not overtake work that still uses the
+        # memory of `out`.
         allocated = device.record()
         return FutureCompletion(self._executor.submit(self._staged, plane, out, allocated))
 

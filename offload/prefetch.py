@@ -1,4 +1,4 @@
-"""The order in which units were visited, as a hint for what to load next. A wrong hint costs time, never correctness."""
+"""The order in which units were visited, a hint for what to load next. A wrong hint costs time, never correctness."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from offload.residency import Unit
 
 
 class VisitOrder:
-    """Remembers, for forward and backward apart, which unit followed which the last time; predicts the next `depth` units."""
+    """Remembers, for forward and backward apart, which unit followed which the last time; predicts the next `depth`
+    units.
+    """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth

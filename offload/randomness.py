@@ -1,4 +1,4 @@
-"""Global generators seeded per (seed, step, micro-batch), so that dropout is the same in every order of micro-batches."""
+"""Global generators seeded per (seed, step, micro-batch): dropout is the same in every order of micro-batches."""
 
 from __future__ import annotations
 

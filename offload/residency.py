@@ -1,13 +1,15 @@
 """Which units are resident on the device, who holds a lease on them, and how their parameters see it.
 
-A unit is RESTING (its parameters are stubs), LOADING (a buffer is being filled) or RESIDENT (its parameters are views of the buffer). A lease is
-a counted right to the RESIDENT state; the last release makes the unit RESTING again. A buffer is one Storage per load. It is dropped, never
-freed: its bytes come back when the last view of it dies, because users and autograd may keep views. Flats whose weight plane can be computed on
-where it rests (on the device, or on the host where the device is the CPU) are never loaded; for them only the parameters' class changes.
+A unit is RESTING (its parameters are stubs), LOADING (a buffer is being filled) or RESIDENT (its parameters are views
+of the buffer). A lease is a counted right to the RESIDENT state; the last release makes the unit RESTING again. A
+buffer is one Storage per load. It is dropped, never freed: its bytes come back when the last view of it dies, because
+users and autograd may keep views. Flats whose weight plane can be computed on where it rests (on the device, or on the
+host where the device is the CPU) are never loaded; for them only the parameters' class changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +23,7 @@ from offload.layout import Flat
 from offload.parameters import RECORD, OffloadedParameter, ParameterRecord, make_stub
 from offload.planes import Completion, Loader, Plane
 from offload.tiers import Tier, TierMemory
-from swap.budget import BudgetError
+from swap.errors import BudgetError
 from swap.devices import DeviceOutOfMemory
 
 
@@ -43,7 +45,7 @@ _TRANSITIONS = {
 
 @dataclass(slots=True, eq=False)
 class ResidentFlat:
-    """The weights of one flat: where they rest, and the buffer that holds them on the device while the unit is resident."""
+    """The weights of one flat: where they rest, and the buffer that holds them while the unit is resident."""
 
     flat: Flat
     plane: Plane
@@ -54,7 +56,9 @@ class ResidentFlat:
     @property
     def fixed(self) -> bool:
         """Whether compute uses the resting plane itself."""
-        return self.plane.tier is Tier.DEVICE or (self.plane.tier is Tier.HOST and self.plane.memory.device.aliases_host)
+        return self.plane.tier is Tier.DEVICE or (
+            self.plane.tier is Tier.HOST and self.plane.memory.device.aliases_host
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -207,10 +211,8 @@ class Residency:
         for flat in unit.flats:
             if flat.completion is not None and self.memory.device.kind != "cpu":
                 # A copy engine works on raw memory: wait for it before the memory may be used for something else.
-                try:
+                with contextlib.suppress(Exception):  # the load is given up, and its error with it
                     flat.completion.wait()
-                except Exception:  # noqa: S110 - the load is given up, and its error with it
-                    pass
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
 
@@ -250,7 +252,8 @@ class Residency:
     def keep_writes(self, unit: Unit, also: Iterable[ParameterRecord] = ()) -> None:
         """Carries in-place writes to a resident unit's parameters over to the resting planes.
 
-        They show in the autograd version of a parameter; `also` names parameters that may have been written past it, through `.data`.
+        They show in the autograd version of a parameter; `also` names parameters that may have been written past it,
+        through `.data`.
         """
         written = {id(r): r for flat in unit.flats for r in flat.records if r.parameter._version != r.version}
         written.update((id(r), r) for r in also)
@@ -282,7 +285,9 @@ class Residency:
 
     def _no_room(self, unit: Unit) -> str:
         budget = self.memory.budget
-        leased = [f"{u.name} ({u.leases} leases, {u.load_bytes:,} bytes)" for u in self.units if u.leases and u.load_bytes]
+        leased = [
+            f"{u.name} ({u.leases} leases, {u.load_bytes:,} bytes)" for u in self.units if u.leases and u.load_bytes
+        ]
         return (
             f"unit {unit.name} needs {unit.load_bytes:,} bytes on the device, of which {budget.used('device'):,} of "
             f"{budget.limit('device') or 0:,} are in use by {', '.join(leased) or 'views that outlive their lease'}; "
@@ -301,7 +306,7 @@ def _show_stubs(unit: Unit) -> None:
 
 
 def adopt(unit: Unit, device: torch.device) -> None:
-    """Gives every parameter of a unit its record, a stub or its place in a fixed plane, and the class of an offloaded parameter.
+    """Gives every parameter of a unit its record, its data (a stub, or its place in a fixed plane) and its class.
 
     The memory that the parameters had is free afterwards, unless the user holds it.
     """

@@ -12,9 +12,9 @@ from swap.geometry import format_bytes
 class StepResult:
     """The outcome of one optimizer step.
 
-    `stepped` is False if the step was skipped, for `skipped_reason`; then no weight, moment or step count has changed. `grad_norm` is the
-    global norm of the unscaled gradients before clipping, None if nothing asked for it (no clipping, no finite check). `loss` is set by
-    `train_batch`.
+    `stepped` is False if the step was skipped, for `skipped_reason`; then no weight, moment or step count has changed.
+    `grad_norm` is the global norm of the unscaled gradients before clipping, None if nothing asked for it (no clipping,
+    no finite check). `loss` is set by `train_batch`.
     """
 
     stepped: bool
@@ -28,8 +28,8 @@ class StepResult:
 class MemoryReport:
     """Bytes by tier and kind: planned before the run, in use now, and the largest so far.
 
-    `workspace` is what the process holds beyond the budgets' host memory (interpreter, libraries, autograd's temporaries, allocator slack);
-    `device` counts as host memory where the device is the CPU.
+    `workspace` is what the process holds beyond the budgets' host memory (interpreter, libraries, autograd's
+    temporaries, allocator slack); `device` counts as host memory where the device is the CPU.
     """
 
     planned: dict[str, dict[str, int]]

@@ -1,7 +1,8 @@
 """The loss scale of fp16 training: constant, or dynamic with hysteresis.
 
-An overflow uses up one unit of hysteresis; when none is left the scale is halved (not below the minimum) and the hysteresis is full again.
-After `window` steps in a row without overflow the scale doubles and the hysteresis is full again. Powers of two change no bits of a gradient.
+An overflow uses up one unit of hysteresis; when none is left the scale is halved (not below the minimum) and the
+hysteresis is full again. After `window` steps in a row without overflow the scale doubles and the hysteresis is full
+again. Powers of two change no bits of a gradient.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, kw_only=True)
 class LossScaler:
-    """`scale` multiplies the loss; `update` is called once per optimizer step, `overflow` if its gradients were not finite."""
+    """`scale` multiplies the loss; `update` is called once per optimizer step, `overflow` if its gradients were not
+    finite.
+    """
 
     scale: float
     dynamic: bool

@@ -1,12 +1,14 @@
-"""The planes of one flat and everything that is done to them chunk by chunk: first values, the optimizer's update, edits, reads.
+"""The planes of one flat and everything that is done to them chunk by chunk: first values, the optimizer's update,
+edits, reads.
 
-A chunk brings the planes of a range of elements to where the kernel runs (`Operand`s), so a flat of any size needs one staging slot. The weight
-plane always equals the rounding of the master, so it is only written where the format keeps a separate master.
+A chunk brings the planes of a range of elements to where the kernel runs (`Operand`s), so a flat of any size needs one
+staging slot. The weight plane always equals the rounding of the master, so it is only written where the format keeps a
+separate master.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +39,12 @@ def state_specs(fmt: StateFormat, flat: Flat) -> tuple[PlaneSpec, ...]:
     return fmt.state_planes(flat.dtype) if flat.trainable_end else ()
 
 
-def staging_bytes_per_chunk(fmt: StateFormat, dtypes: Sequence[torch.dtype], accumulate: torch.dtype, chunk: int) -> int:
-    """Bytes of a staging slot that holds a chunk of `chunk` elements of every plane, both kinds of gradient and an fp32 scratch."""
+def staging_bytes_per_chunk(
+    fmt: StateFormat, dtypes: Sequence[torch.dtype], accumulate: torch.dtype, chunk: int
+) -> int:
+    """Bytes of a staging slot that holds a chunk of `chunk` elements of every plane, both kinds of gradient and an fp32
+    scratch.
+    """
     largest = 0
     for dtype in dtypes:
         specs = fmt.planes(dtype) if dtype in fmt.weight_dtypes else (PlaneSpec(name="weight", dtype=dtype),)
@@ -58,7 +64,8 @@ def chunk_granule(fmt: StateFormat, dtypes: Sequence[torch.dtype]) -> int:
 class FlatState:
     """Weight and optimizer planes and the gradients of one flat.
 
-    The kernel runs on the device if the optimizer state rests there (and the device has memory of its own), else on the host.
+    The kernel runs on the device if the optimizer state rests there (and the device has memory of its own), else on the
+    host.
     """
 
     def __init__(
@@ -75,7 +82,9 @@ class FlatState:
     ) -> None:
         self.memory, self.flat, self.fmt, self.chunk = memory, flat, fmt, chunk
         self.trainable = bool(flat.trainable_end)
-        spec = fmt.planes(flat.dtype)[0] if flat.dtype in fmt.weight_dtypes else PlaneSpec(name="weight", dtype=flat.dtype)
+        spec = (
+            fmt.planes(flat.dtype)[0] if flat.dtype in fmt.weight_dtypes else PlaneSpec(name="weight", dtype=flat.dtype)
+        )
         self.weight = Plane(memory, spec, flat.padded, weight_tier, kind="parameters", what=f"{flat.unit} weight")
         self.planes: dict[str, Plane] = {}
         for state in state_specs(fmt, flat):
@@ -113,7 +122,9 @@ class FlatState:
                 operands = self._operands(lo, hi, carver, on_device=False)
                 master = carver.take(hi - lo, torch.float32).zero_()
                 for slot, start, stop in _meets(self.flat.slots, lo, hi):
-                    master[start - lo : stop - lo].copy_(values(slot).reshape(-1)[start - slot.offset : stop - slot.offset])
+                    master[start - lo : stop - lo].copy_(
+                        values(slot).reshape(-1)[start - slot.offset : stop - slot.offset]
+                    )
                 kernels.load_(self.fmt.name, {name: op.tensor for name, op in operands.items()}, master=master)
                 after = _put_back(operands.values())
             finally:
@@ -146,11 +157,14 @@ class FlatState:
 
     # Edits and reads
 
-    def write(self, slot: Slot, queue: SlotQueue, *, weight: Tensor | None = None, planes: dict[str, Tensor] | None = None) -> None:
+    def write(
+        self, slot: Slot, queue: SlotQueue, *, weight: Tensor | None = None, planes: dict[str, Tensor] | None = None
+    ) -> None:
         """Replaces values of one parameter.
 
-        `weight`: new values in the weight's dtype; where they differ from the rounding of the master the master becomes them, elsewhere it
-        keeps its low bits. `planes`: fp32 values for "master", "exp_avg" or "exp_avg_sq", 1-D of the parameter's length.
+        `weight`: new values in the weight's dtype; where they differ from the rounding of the master the master becomes
+        them, elsewhere it keeps its low bits. `planes`: fp32 values for "master", "exp_avg" or "exp_avg_sq", 1-D of the
+        parameter's length.
         """
         if slot.offset >= self.flat.trainable_end or not self.planes:
             self._write_frozen(slot, queue, weight if weight is not None else (planes or {})["master"])
@@ -167,7 +181,11 @@ class FlatState:
                 state = kernels.read(self.fmt.name, tensors)
                 part = slice(start - slot.offset, stop - slot.offset)
                 inside = slice(start - lo, stop - lo)
-                values = {"master": state.master.clone(), "exp_avg": state.exp_avg.clone(), "exp_avg_sq": state.exp_avg_sq.clone()}
+                values = {
+                    "master": state.master.clone(),
+                    "exp_avg": state.exp_avg.clone(),
+                    "exp_avg_sq": state.exp_avg_sq.clone(),
+                }
                 if weight is not None:
                     new = weight.reshape(-1)[part]
                     rounded = torch.empty_like(new)
@@ -189,7 +207,9 @@ class FlatState:
             try:
                 operand = Operand(self.weight, lo, hi, Carver(staging), on_device=False)
                 _bring([operand])
-                operand.tensor[start - lo : stop - lo].copy_(value.reshape(-1)[start - slot.offset : stop - slot.offset])
+                operand.tensor[start - lo : stop - lo].copy_(
+                    value.reshape(-1)[start - slot.offset : stop - slot.offset]
+                )
                 for completion in _put_back([operand]):
                     completion.wait()
             finally:
@@ -259,7 +279,9 @@ class ChunkJob:
         self._gradients.fetch()
 
     def _weight_follows(self) -> bool:
-        """Whether the weight plane is only written: the format keeps a whole master apart, and every parameter here is updated."""
+        """Whether the weight plane is only written: the format keeps a whole master apart, and every parameter here is
+        updated.
+        """
         if "master" not in self.state.planes:
             return False
         updated = {u.slot.name for u in self.updates}
@@ -318,16 +340,16 @@ def _meets(slots: Sequence[Slot], lo: int, hi: int) -> Iterator[tuple[Slot, int,
             yield slot, max(lo, slot.offset), min(hi, slot.end)
 
 
-def _bring(operands: Sequence[Operand] | object) -> None:
-    items = list(operands)  # type: ignore[call-overload]
+def _bring(operands: Iterable[Operand]) -> None:
+    items = list(operands)
     for operand in items:
         operand.fetch()
     for operand in items:
         operand.ready()
 
 
-def _put_back(operands: Sequence[Operand] | object) -> list[Completion]:
-    completions = [operand.put_back() for operand in operands]  # type: ignore[attr-defined]
+def _put_back(operands: Iterable[Operand]) -> list[Completion]:
+    completions = [operand.put_back() for operand in operands]
     return [c for c in completions if c is not None]
 
 

@@ -1,4 +1,6 @@
-"""The optimizer step over all flats: chunk after chunk, the reads of the next ones and the writes of the last ones beside the kernel."""
+"""The optimizer step over all flats: chunk after chunk, the reads of the next ones and the writes of the last ones
+beside the kernel.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from offload.state import ChunkJob
 def run_jobs(jobs: Iterable[ChunkJob], queue: SlotQueue, grad_scale: float, ahead: int) -> None:
     """Runs `jobs` in order with up to `ahead` of them being read in advance; returns when all writes are done.
 
-    `ahead` must be below the number of staging slots. After an exception every slot is back and no transfer is under way.
+    `ahead` must be below the number of staging slots. After an exception every slot is back and no transfer is under
+    way.
     """
     pending: deque[ChunkJob] = deque()
     try:

@@ -31,8 +31,8 @@ class Tier(str, enum.Enum):
 class TierMemory:
     """Buffers on device and host, the staging pool and the swap store of one engine.
 
-    A buffer's bytes are charged from its creation to the death of its Storage, which may come long after the engine let go of it, because
-    users keep views. `close` gives up everything that nobody holds any more.
+    A buffer's bytes are charged from its creation to the death of its Storage, which may come long after the engine let
+    go of it, because users keep views. `close` gives up everything that nobody holds any more.
     """
 
     def __init__(self, *, device: Device, budget: Budget, poison: bool = False) -> None:
@@ -47,7 +47,10 @@ class TierMemory:
     def _registration(self) -> dict[str, Callable[..., None] | None]:
         if self.device.kind != "cuda":
             return {}
-        return {"register": self.device.host_register, "unregister": lambda ptr, _nbytes=0: self.device.host_unregister(ptr)}
+        return {
+            "register": self.device.host_register,
+            "unregister": lambda ptr, _nbytes=0: self.device.host_unregister(ptr),
+        }
 
     def open_staging(self, total_bytes: int, slot_bytes: int) -> None:
         """Makes the staging pool: `total_bytes // slot_bytes` slots, one chunk of all planes each."""
@@ -101,7 +104,7 @@ class TierMemory:
             pool.trim()
 
     def close(self) -> None:
-        """Stops all I/O and copies, then releases memory. Idempotent; errors of one part do not keep the others open."""
+        """Stops all I/O and copies, then releases memory. Idempotent; one part's error does not keep the others open."""
         parts: list[Callable[[], None]] = []
         if self.store is not None:
             parts.append(self.store.close)

@@ -1,8 +1,9 @@
 """Splits any module into units: modules gathered, computed and released together.
 
-Units are the repeated blocks, the largest subtrees outside them, and the parameters that a container of blocks owns directly. A parameter
-belongs to the innermost unit that holds it; a tied one to the first. The module at which a unit's parameters are acquired is its root. A root
-also acquires the units of parameters that its modules share with others, so tied and borrowed parameters need no special case.
+Units are the repeated blocks, the largest subtrees outside them, and the parameters that a container of blocks owns
+directly. A parameter belongs to the innermost unit that holds it; a tied one to the first. The module at which a unit's
+parameters are acquired is its root. A root also acquires the units of parameters that its modules share with others, so
+tied and borrowed parameters need no special case.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def split_units(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[Un
     if len(owning) == 1:
         unit = owning[0]
         warnings.warn(
-            f"the whole model is one unit ({unit.name}, {sum(p.numel() for _, p in unit.parameters):,} parameters): it is loaded as a whole. "
-            'Name the classes of its repeated blocks in units.wrap, e.g. units.wrap = ["Block"].',
+            f"the whole model is one unit ({unit.name}, {sum(p.numel() for _, p in unit.parameters):,} parameters): "
+            'it is loaded as a whole. Name the classes of its repeated blocks in units.wrap, e.g. units.wrap = ["Block"].',
             stacklevel=2,
         )
     return ordered
@@ -85,14 +86,22 @@ def _blocks_by_name(model: nn.Module, wrap: str | Iterable[str]) -> list[tuple[s
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; classes in the model: {', '.join(sorted(known))}"
             raise ValueError(f"units.wrap: no module of class {name} with parameters in {type(model).__name__}{hint}")
-    return [(n, m) for n, m in model.named_modules() if type(m).__name__ in wanted and m is not model and _has_parameters(m)]
+    return [
+        (n, m) for n, m in model.named_modules() if type(m).__name__ in wanted and m is not model and _has_parameters(m)
+    ]
 
 
 def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Blocks by the hint that `transformers` models carry, else the outermost lists of two or more modules of one class."""
+    """Blocks by the hint that `transformers` models carry, else the outermost lists of two or more modules of one
+    class.
+    """
     hint = getattr(model, "_no_split_modules", None)
     if hint:
-        named = [(n, m) for n, m in model.named_modules() if type(m).__name__ in hint and m is not model and _has_parameters(m)]
+        named = [
+            (n, m)
+            for n, m in model.named_modules()
+            if type(m).__name__ in hint and m is not model and _has_parameters(m)
+        ]
         if len(named) > 1:
             return named
     blocks: list[tuple[str, nn.Module]] = []
@@ -110,8 +119,12 @@ def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return blocks
 
 
-def _collect_roots(module: nn.Module, name: str, blocks: set[int], roots: dict[str, tuple[nn.Module, str]], inside: bool = False) -> None:
-    """Blocks (nested ones too) and, outside them, the largest subtrees without blocks and containers that own parameters directly."""
+def _collect_roots(
+    module: nn.Module, name: str, blocks: set[int], roots: dict[str, tuple[nn.Module, str]], inside: bool = False
+) -> None:
+    """Blocks (nested ones too) and, outside them, the largest subtrees without blocks and containers that own
+    parameters directly.
+    """
     if id(module) in blocks:
         roots[name] = (module, "block")
         inside = True
