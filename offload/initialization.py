@@ -187,7 +187,8 @@ class Creator:
         if exact and parameter._version > written:
             raise UnsupportedModelError(
                 f"{label}: parameter {key} was initialised outside reset_parameters() (in a parent's __init__?), "
-                "which is lost on the meta device; move it into reset_parameters(), pass init_fn to offload.initialize, or build without offload.empty_init()"
+                "which is lost on the meta device; move it into reset_parameters(), pass init_fn to "
+                "offload.initialize, or build without offload.empty_init()"
             )
 
     @staticmethod

@@ -96,7 +96,8 @@ class HeldTensor(torch.Tensor):
             if isinstance(target, HeldTensor):
                 raise GradientError(
                     "an in-place change of an offloaded parameter's .grad or .data would be lost: "
-                    "use engine.clip_grad_norm_ for clipping, parameter.grad = tensor to replace a gradient, engine.gathered(modify=True) to change weights"
+                    "use engine.clip_grad_norm_ for clipping, parameter.grad = tensor to replace a gradient, "
+                    "engine.gathered(modify=True) to change weights"
                 )
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

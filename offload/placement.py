@@ -297,7 +297,8 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
             parts += f"; device: {_parts(plan, Tier.DEVICE)}"
         raise PlanError(
             f"the plan needs {format_bytes(in_memory)} of host memory ({parts}), "
-            f"{format_bytes(in_memory - limits.memory_available)} more than {limits.memory_limited_by} has left ({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST)}"
+            f"{format_bytes(in_memory - limits.memory_available)} more than {limits.memory_limited_by} has left "
+            f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST)}"
         )
 
 

@@ -22,9 +22,9 @@ from offload.layout import BLOCK
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu.formats import PlaneSpec
 from swap.devices import Event
+from swap.extents import Extent
 from swap.geometry import PAGE
 from swap.staging import Slot
-from swap.extents import Extent
 from swap.store import SwapStore
 from swap.tickets import Ticket
 

@@ -23,8 +23,8 @@ from offload.layout import Flat
 from offload.parameters import RECORD, OffloadedParameter, ParameterRecord, make_stub
 from offload.planes import Completion, Loader, Plane
 from offload.tiers import Tier, TierMemory
-from swap.errors import BudgetError
 from swap.devices import DeviceOutOfMemory
+from swap.errors import BudgetError
 
 
 class Phase(enum.Enum):

@@ -104,7 +104,7 @@ class TierMemory:
             pool.trim()
 
     def close(self) -> None:
-        """Stops all I/O and copies, then releases memory. Idempotent; one part's error does not keep the others open."""
+        """Stops all I/O and copies, then releases memory. Idempotent; one part's error leaves no other part open."""
         parts: list[Callable[[], None]] = []
         if self.store is not None:
             parts.append(self.store.close)

@@ -68,7 +68,8 @@ def split_units(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[Un
         unit = owning[0]
         warnings.warn(
             f"the whole model is one unit ({unit.name}, {sum(p.numel() for _, p in unit.parameters):,} parameters): "
-            'it is loaded as a whole. Name the classes of its repeated blocks in units.wrap, e.g. units.wrap = ["Block"].',
+            "it is loaded as a whole. Name the classes of its repeated blocks in units.wrap, "
+            'e.g. units.wrap = ["Block"].',
             stacklevel=2,
         )
     return ordered
