@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from swap.engines.protocol import System
 from swap.errors import SwapIOError
@@ -78,13 +78,11 @@ class SwapSpace:
         self, nbytes: int, paths: list[int]
     ) -> tuple[tuple[Segment, ...] | None, int, SwapIOError | None]:
         """(segments, -, -), or (None, the path that lacks room, its error if the disk said so)."""
-        chunks = [
-            (paths[number % len(paths)], min(self._stripe, nbytes - start))
-            for number, start in enumerate(range(0, nbytes, self._stripe))
-        ]
-        shares = dict.fromkeys(paths, 0)
-        for path, size in chunks:
-            shares[path] += size
+        stripe = self._stripe if len(paths) > 1 else nbytes
+        stripes, rest = divmod(nbytes, stripe)
+        rounds, extra = divmod(stripes, len(paths))
+        shares = {path: (rounds + (number < extra)) * stripe for number, path in enumerate(paths)}
+        shares[paths[extra]] += rest
         pieces: dict[int, list[Piece]] = {}
         for path, share in shares.items():
             error: SwapIOError | None = None
@@ -100,6 +98,10 @@ class SwapSpace:
                 self._undo(pieces)
                 return None, path, error
             pieces[path] = taken
+        chunks = (
+            (paths[number % len(paths)], min(stripe, nbytes - start))
+            for number, start in enumerate(range(0, nbytes, stripe))
+        )
         return _deal(chunks, pieces), -1, None
 
     def _undo(self, pieces: dict[int, list[Piece]]) -> None:
@@ -149,7 +151,7 @@ class SwapSpace:
         return True
 
 
-def _deal(chunks: list[tuple[int, int]], pieces: dict[int, list[Piece]]) -> tuple[Segment, ...]:
+def _deal(chunks: Iterable[tuple[int, int]], pieces: dict[int, list[Piece]]) -> tuple[Segment, ...]:
     """Cut each path's pieces into the stripes that it holds; neighbours in file and extent become one segment."""
     queues = {path: list(reversed(taken)) for path, taken in pieces.items()}
     segments: list[Segment] = []

@@ -29,15 +29,15 @@ from swap.errors import SwapError
 
 
 class PositionedFile(io.FileIO):
-    """A handle with a position of its own on a descriptor that others use at the same time."""
+    """A handle with a position of its own on a descriptor that others use at the same time, and that others close."""
 
     def __init__(self, fd: int, system: System) -> None:
-        super().__init__(os.dup(fd), "r+", closefd=True)
+        super().__init__(fd, "r+", closefd=False)
         self._system = system
         self._position = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        # No lseek: a duplicated descriptor shares its position with the original.
+        # No lseek: all handles would share the descriptor's position.
         self._position = offset
         return offset
 
@@ -127,7 +127,6 @@ class _Server:
         self._depth = queue_depth
         self.executor = DaemonExecutor(queue_depth, f"swap-aiofiles-io-{owner}")
         self._loop = asyncio.new_event_loop()
-        self._files: list[PositionedFile] = []
         self._idle: dict[int, list[AsyncFileIO]] = {}
         self._active: set[asyncio.Task[None]] = set()
 
@@ -156,7 +155,6 @@ class _Server:
             self._active.add(task)
             task.add_done_callback(self._finished)
         if self._queue.closed and not self._active:
-            self._close_files()
             self._loop.stop()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
@@ -181,17 +179,10 @@ class _Server:
         idle = self._idle.setdefault(file.fd, [])
         if idle:
             return idle.pop()
-        positioned = PositionedFile(file.fd, self._system)
-        self._files.append(positioned)
-        handle: AsyncFileIO = wrap(positioned, loop=self._loop, executor=self.executor)
+        handle: AsyncFileIO = wrap(
+            PositionedFile(file.fd, self._system), loop=self._loop, executor=self.executor
+        )
         return handle
-
-    def _close_files(self) -> None:
-        # Not through aiofiles: that would need the loop once more, and there is no buffer to flush.
-        for positioned in self._files:
-            positioned.close()
-        self._files.clear()
-        self._idle.clear()
 
     async def _perform(self, request: Request, handle: AsyncFileIO) -> None:
         call = handle.write if request.write else handle.readinto
