@@ -147,14 +147,13 @@ class _Directory:
                 os.rmdir(self.path)
                 raise
             try:
-                fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(self.lock_fd).st_nlink:
-                    return
-            except BlockingIOError:
-                pass
+                # Waits at most for a leftover check that came upon the directory before this line.
+                fcntl.flock(self.lock_fd, fcntl.LOCK_EX)
             except OSError:
                 return  # no locks here (some network filesystems): the directory is private all the same
-            os.close(self.lock_fd)
+            if os.fstat(self.lock_fd).st_nlink:
+                return
+            os.close(self.lock_fd)  # that check removed it: start over
 
     def vanish(self) -> None:
         """Remove the directory while its swap file is open, if the filesystem lets us; else ``close`` does it."""

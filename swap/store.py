@@ -70,6 +70,7 @@ class SwapStore:
         block = DEFAULT_BLOCK if block is None else block
         queue_depth = DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth
         roots = _check_arguments(paths, engine, capacity, block, queue_depth, direct)
+        self._paths = tuple(str(root) for root in roots)
         budget = Budget({}) if budget is None else budget
         system: System = OperatingSystem() if faults is None else faults.wrap(OperatingSystem())
         self._core = _Core(budget, system, block)
@@ -90,6 +91,11 @@ class SwapStore:
     def engine(self) -> str:
         """Name of the engine at work."""
         return self._core.engine_name
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories given, absolute, in order."""
+        return self._paths
 
     @property
     def direct(self) -> tuple[bool, ...]:

@@ -63,7 +63,7 @@ def round_trip(store: SwapStore, sizes: tuple[int, ...] = SIZES) -> None:
 @pytest.mark.parametrize("direct", ["auto", False])
 def test_odd_sizes_on_a_disk(tmp_path: Path, engine: str, direct: str | bool) -> None:
     with SwapStore([tmp_path], engine=engine, direct=direct, block=64 * 1024) as store:
-        assert store.engine == engine
+        assert store.engine == engine and store.paths == (str(tmp_path),)
         if direct is False:
             assert store.direct == (False,)
         round_trip(store)

@@ -496,6 +496,23 @@ def test_a_cleaner_that_meets_a_newborn_directory_only_makes_it_start_over(
         store.allocate(PAGE)
 
 
+def test_a_cleaner_that_takes_the_lock_first_only_makes_it_start_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = swap_files.fcntl.flock
+    removed: list[Path] = []
+
+    def clean_then_lock(fd: int, operation: int) -> None:
+        if not removed and not operation & swap_files.fcntl.LOCK_NB:
+            removed.extend(remove_leftovers(tmp_path))
+        real(fd, operation)
+
+    monkeypatch.setattr(swap_files.fcntl, "flock", clean_then_lock)
+    with SwapStore([tmp_path]) as store:
+        assert len(removed) == 1
+        store.allocate(PAGE)
+
+
 def test_errors_have_a_common_base() -> None:
     assert issubclass(SwapIOError, SwapError) and not issubclass(SwapPathError, SwapError)
     assert issubclass(BudgetError, ValueError)
