@@ -22,7 +22,7 @@ from offload.optimizer import default_groups
 from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecord
 from offload.placement import Limits, Plan, Request, make_plan
 from offload.planes import SlotQueue
-from offload.residency import ResidentFlat, Unit, adopt
+from offload.residency import ResidentFlat, Unit, adopt, orphan
 from offload.state import FlatState
 from offload.tiers import Tier, TierMemory
 from offload.units import UnitSpec, split_units
@@ -30,8 +30,8 @@ from optimizer_cpu.formats import StateFormat, get_format
 from swap.budget import Budget
 from swap.devices import Device, create_device
 from swap.faults import FaultPlan
-from swap.geometry import format_bytes
-from swap.store import SwapStore
+from swap.geometry import PAGE, format_bytes
+from swap.store import DEFAULT_QUEUE_DEPTH, SwapStore
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,6 +89,12 @@ def check_model(model: nn.Module) -> None:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 _check_parameter(f"{name}.{key}" if name else key, parameter)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                raise UnsupportedModelError(
+                    f"{label}: buffer {key} is on the meta device, and nothing can compute it again; build the model "
+                    "under offload.empty_init(), which makes buffers for real, not under torch.device('meta')"
+                )
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -148,8 +154,8 @@ def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn
         limits = _limits(config, device)
         prefetch = 1 if config.schedule.prefetch_units == "auto" else config.schedule.prefetch_units
         accumulate = DTYPES[config.precision.accumulate_dtype]
-        plan = make_plan(layouts, fmt, accumulate, _request(config, specs, device, prefetch), limits)
         _warn_large_units(layouts, limits)
+        plan = make_plan(layouts, fmt, accumulate, _request(config, specs, device, prefetch), limits)
     except BaseException:
         device.close()
         raise
@@ -245,6 +251,7 @@ def _request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch
         aliases_host=device.aliases_host,
         device_is_host_memory=device.kind != "cuda",
         rest_on_device=device.kind == "cuda" or config.memory.device != "auto",
+        bounce=(DEFAULT_QUEUE_DEPTH if config.swap.queue_depth == "auto" else config.swap.queue_depth) * PAGE,
     )
 
 
@@ -257,7 +264,7 @@ def _warn_large_units(layouts: Sequence[UnitLayout], limits: Limits) -> None:
                 f"unit {unit.name} holds {format_bytes(unit.nbytes)} of weights, "
                 f"more than memory.device = {format_bytes(limits.device)}: "
                 "it can only be used where its weights rest; split it (units.wrap) or raise memory.device",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
@@ -270,9 +277,8 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
     budget = Budget({"device": limits.device, "host": limits.host, "nvme": limits.nvme})
     memory = TierMemory(device=blueprint.device, budget=budget, poison=blueprint.device.kind == "sim")
     try:
-        memory.open_staging(plan.staging, plan.slot_bytes)
         nvme = plan.total(Tier.NVME)
-        if nvme:
+        if nvme:  # first, since it may refuse a path or lack space on it
             swap = config.swap
             memory.store = SwapStore(
                 config.memory.nvme_paths,
@@ -284,6 +290,7 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
                 direct=swap.direct,
                 faults=faults,
             )
+        memory.open_staging(plan.staging, plan.slot_bytes)
     except BaseException:
         memory.close()
         raise
@@ -333,6 +340,7 @@ def build_units(
             units.append(unit)
             adopt(unit, memory.device.torch_device)
     except BaseException:
+        orphan(units, memory.device.torch_device)
         for state in states.values():
             state.close()
         raise

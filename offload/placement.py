@@ -13,7 +13,7 @@ import torch
 
 from offload.errors import PlanError
 from offload.gradients import planned_bytes
-from offload.layout import Flat, UnitLayout
+from offload.layout import Flat, UnitLayout, ceil_to
 from offload.state import chunk_granule, staging_bytes_per_chunk, state_specs
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
@@ -22,6 +22,8 @@ from swap.geometry import PAGE, format_bytes
 KINDS = ("parameters", "optimizer", "gradients")
 MAX_CHUNK = 1 << 20
 MAX_STAGING_SLOTS = 4
+STEP_SLOTS = 3
+"""Chunks that an optimizer step on the device has there at once: one at work, two read ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class Request:
 
     `roots` lists, for every root module, the units it leases at once; `held` the units leased during the whole forward.
     `staging` and `chunk` are bytes (of a plane of fp32 for `chunk`), or None for automatic. `rest_on_device`: whether
-    automatic placement may use the device.
+    automatic placement may use the device. `bounce`: host bytes that a swap store takes at most.
     """
 
     tiers: Mapping[str, str]
@@ -56,6 +58,7 @@ class Request:
     aliases_host: bool
     device_is_host_memory: bool
     rest_on_device: bool
+    bounce: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,13 +95,15 @@ def plan_chunks(
     staging: int | None,
     chunk: int | None,
     host: int | None,
+    largest: int = MAX_CHUNK,
 ) -> tuple[int, int, int]:
-    """(elements of a chunk, bytes of a staging slot, bytes of all staging).
+    """(elements of a chunk, bytes of a staging slot, bytes of all staging). `largest`: elements of the largest flat.
 
     Raises:
         PlanError: the staging budget cannot hold one chunk of the smallest legal size; the message names the minimum.
     """
     smallest = chunk_granule(fmt, dtypes)
+    most = ceil_to(min(MAX_CHUNK, max(largest, 1)), smallest)
 
     def slot(elements: int) -> int:
         return staging_bytes_per_chunk(fmt, dtypes, accumulate, elements)
@@ -108,7 +113,7 @@ def plan_chunks(
     room = (
         staging
         if staging is not None
-        else max(slot(smallest), min(MAX_STAGING_SLOTS * slot(MAX_CHUNK), (host or 1 << 62) // 8))
+        else max(slot(smallest), min(MAX_STAGING_SLOTS * slot(most), (host or 1 << 62) // 8))
     )
     if slot(smallest) > room:
         raise PlanError(
@@ -126,13 +131,13 @@ def plan_chunks(
         per_element = slot(smallest) / smallest
         elements = smallest
         for slots in range(MAX_STAGING_SLOTS, 0, -1):
-            elements = min(MAX_CHUNK, int(room / slots / per_element) // smallest * smallest)
+            elements = min(most, int(room / slots / per_element) // smallest * smallest)
             if elements >= smallest:
                 break
         elements = max(elements, smallest)
         while slot(elements) > room:
             elements -= smallest
-    return elements, slot(elements), room // slot(elements) * slot(elements) if staging is None else room
+    return elements, slot(elements), room // slot(elements) * slot(elements)
 
 
 def bytes_of(fmt: StateFormat, flat: Flat, kind: str, accumulate: torch.dtype) -> int:
@@ -147,23 +152,26 @@ def bytes_of(fmt: StateFormat, flat: Flat, kind: str, accumulate: torch.dtype) -
 
 
 class _Rooms:
-    """What is left on each tier while planes are placed one after another."""
+    """What is left on each tier, and of the memory that tiers share, while planes are placed one after another."""
 
-    def __init__(self, limits: Limits, reserved: Mapping[Tier, int]) -> None:
+    def __init__(self, limits: Limits, reserved: Mapping[Tier, int], device_is_host_memory: bool) -> None:
         self.left = {t: None if limits.of(t) is None else (limits.of(t) or 0) - reserved.get(t, 0) for t in Tier}
+        self.in_memory = {Tier.HOST, Tier.DEVICE} if device_is_host_memory else {Tier.HOST}
+        self.memory = limits.memory_available - sum(reserved.get(t, 0) for t in self.in_memory)
 
     def take(self, tier: Tier, nbytes: int) -> bool:
         left = self.left[tier]
-        if left is not None:
-            if nbytes > left:
-                return False
-            self.left[tier] = left - nbytes
+        if (left is not None and nbytes > left) or (tier in self.in_memory and nbytes > self.memory):
+            return False
+        self.force(tier, nbytes)
         return True
 
     def force(self, tier: Tier, nbytes: int) -> None:
         left = self.left[tier]
         if left is not None:
             self.left[tier] = left - nbytes
+        if tier in self.in_memory:
+            self.memory -= nbytes
 
 
 def make_plan(
@@ -176,20 +184,28 @@ def make_plan(
         and which key to change.
     """
     dtypes = sorted({flat.dtype for unit in units for flat in unit.flats}, key=str) or [torch.float32]
-    chunk, slot_bytes, staging = plan_chunks(fmt, dtypes, accumulate, request.staging, request.chunk, limits.host)
+    largest = max((flat.padded for unit in units for flat in unit.flats), default=0)
+    chunk, slot_bytes, staging = plan_chunks(
+        fmt, dtypes, accumulate, request.staging, request.chunk, limits.host, largest
+    )
     persistent = sum(f.nbytes for u in units for f in u.flats if f.persistent)
     weights = sum(f.nbytes for u in units for f in u.flats)
-    everything_fits = request.rest_on_device and (limits.device is None or weights <= limits.device)
+    may_step_on_device = not request.aliases_host and request.tiers["optimizer"] != "host"
+    in_step = STEP_SLOTS * slot_bytes if may_step_on_device and request.rest_on_device else 0
+    everything_fits = request.rest_on_device and (limits.device is None or weights + in_step <= limits.device)
     wants_device = request.tiers["parameters"] == "device" or (
         request.tiers["parameters"] == "auto" and everything_fits
     )
     lease_room = 0 if wants_device else _lease_bytes(units, request, None, request.prefetch)
-    rooms = _Rooms(
-        limits, {Tier.DEVICE: persistent + lease_room, Tier.HOST: staging + _shared_gradients(units, accumulate)}
-    )
+    bounce = request.bounce if limits.nvme != 0 else 0
+    shared = _shared_gradients(units, accumulate) if request.tiers["gradients"] in ("auto", "nvme") else 0
+    on_host = staging + bounce + shared
+    reserved = {Tier.DEVICE: persistent + lease_room + in_step, Tier.HOST: on_host}
+    rooms = _Rooms(limits, reserved, request.device_is_host_memory)
     plan = Plan(flats={}, chunk=chunk, slot_bytes=slot_bytes, staging=staging)
     chosen: dict[tuple[int, int, str], Tier] = {}
-    for kind in KINDS:
+    # What the user fixed comes first: automatic placement gets the room that is left.
+    for kind in sorted(KINDS, key=lambda kind: request.tiers[kind] == "auto"):
         for u, unit in enumerate(units):
             for f, flat in enumerate(unit.flats):
                 chosen[u, f, kind] = _choose(flat, kind, bytes_of(fmt, flat, kind, accumulate), request, limits, rooms)
@@ -200,12 +216,13 @@ def make_plan(
             for kind, tier in zip(KINDS, tiers, strict=True):
                 _add_plane(plan, flat, kind, tier, bytes_of(fmt, flat, kind, accumulate), accumulate)
     plan.add(Tier.HOST, "staging", staging)
+    if plan.total(Tier.NVME):
+        plan.add(Tier.HOST, "bounce", request.bounce)
     plan.add(Tier.DEVICE, "leases", _lease_bytes(units, request, plan, 0))
+    if not request.aliases_host and any(p.optimizer is Tier.DEVICE for p in plan.flats.values()):
+        plan.add(Tier.DEVICE, "step", STEP_SLOTS * slot_bytes)
     _check(plan, request, limits)
     _add_prefetch(plan, units, request, limits)
-    if not request.aliases_host and any(p.optimizer is Tier.DEVICE for p in plan.flats.values()):
-        plan.add(Tier.DEVICE, "step", 3 * slot_bytes)
-        _check(plan, request, limits)
     return plan
 
 

@@ -274,14 +274,7 @@ class Residency:
             for unit in self.units:
                 self._drop_buffers(unit)
                 unit.views.clear()
-                for flat in unit.flats:
-                    for record in flat.records:
-                        record.parameter.__class__ = nn.Parameter
-                        stub = make_stub(record.slot.shape, flat.flat.dtype, self.memory.device.torch_device)
-                        with torch.inference_mode(False), torch.no_grad():
-                            record.parameter.data = stub
-                        record.parameter.__dict__.pop(RECORD, None)
-                        record.parameter.__class__ = OffloadedParameter
+            orphan(self.units, self.memory.device.torch_device)
 
     def _no_room(self, unit: Unit) -> str:
         budget = self.memory.budget
@@ -321,3 +314,16 @@ def adopt(unit: Unit, device: torch.device) -> None:
                 else:
                     record.stub = make_stub(slot.shape, flat.flat.dtype, device)
     _show_stubs(unit)
+
+
+def orphan(units: Iterable[Unit], device: torch.device) -> None:
+    """Makes the units' parameters stubs that say that their engine is closed."""
+    with torch.inference_mode(False), torch.no_grad():
+        for unit in units:
+            for flat in unit.flats:
+                for record in flat.records:
+                    parameter = record.parameter
+                    parameter.__class__ = nn.Parameter
+                    parameter.data = make_stub(record.slot.shape, flat.flat.dtype, device)
+                    parameter.__dict__.pop(RECORD, None)
+                    parameter.__class__ = OffloadedParameter

@@ -10,10 +10,20 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
+
+
+class _Root(NamedTuple):
+    """A module at which a unit is acquired, with its qualified name and the unit's kind."""
+
+    module: nn.Module
+    name: str
+    kind: str
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -37,33 +47,39 @@ def split_units(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[Un
     Raises:
         ValueError: a class name in `wrap` matches no module that has parameters.
     """
-    blocks = _blocks_by_name(model, wrap) if not isinstance(wrap, str) or wrap != "auto" else _find_blocks(model)
-    roots: dict[str, tuple[nn.Module, str]] = {}
-    _collect_roots(model, "", {id(module) for _, module in blocks}, roots)
-    if not blocks:
-        roots = _split_without_blocks(model)
-    owner_of_module = _owners(model, {id(module): name for name, (module, _) in roots.items()})
-    units: dict[str, UnitSpec] = {}
-    owner_of_parameter: dict[int, str] = {}
-    borrows: dict[str, set[str]] = {}
+    found = _blocks_by_name(model, wrap) if not isinstance(wrap, str) or wrap != "auto" else _find_blocks(model)
+    blocks = {id(member) for block in found for member in _called(block)}
+    roots: dict[int, _Root] = {}
+    if blocks:
+        _collect_roots(model, "", blocks, roots)
+    else:
+        _split_without_blocks(model, roots)
+    owners = _owners(model, roots)
+    units: dict[int, UnitSpec] = {}
+    owner_of_parameter: dict[int, int] = {}
     for module_name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            root_name = owner_of_module[id(module)]
-            first = owner_of_parameter.setdefault(id(parameter), root_name)
-            root, kind = roots[root_name]
-            unit = units.setdefault(root_name, UnitSpec(index=0, name=root_name or "(root)", root=root, kind=kind))
-            if first != root_name:
-                borrows.setdefault(root_name, set()).add(first)
-            elif all(known is not parameter for _, known in unit.parameters):
+            root = roots[owners[id(module)]]
+            unit = units.setdefault(
+                id(root.module), UnitSpec(index=0, name=root.name or "(root)", root=root.module, kind=root.kind)
+            )
+            if id(parameter) not in owner_of_parameter:
+                owner_of_parameter[id(parameter)] = id(root.module)
                 unit.parameters.append((f"{module_name}.{key}" if module_name else key, parameter))
     ordered = list(units.values())
     for index, unit in enumerate(ordered):
         unit.index = index
-    for root_name, names in borrows.items():
-        units[root_name].borrows = sorted(units[name].index for name in names)
-    owning = [unit for unit in ordered if unit.parameters]
+    for unit in ordered:
+        needed = {owner_of_parameter[id(p)] for p in _parameters_used(unit.root, roots)}
+        unit.borrows = sorted(units[owner].index for owner in needed if owner != id(unit.root))
+    _warn_if_one(ordered)
+    return ordered
+
+
+def _warn_if_one(units: Sequence[UnitSpec]) -> None:
+    owning = [unit for unit in units if unit.parameters]
     if len(owning) == 1:
         unit = owning[0]
         warnings.warn(
@@ -72,14 +88,34 @@ def split_units(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[Un
             'e.g. units.wrap = ["Block"].',
             stacklevel=2,
         )
-    return ordered
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _blocks_by_name(model: nn.Module, wrap: str | Iterable[str]) -> list[tuple[str, nn.Module]]:
+def _is_called(module: nn.Module) -> bool:
+    """Whether anybody can call the module: lists and dictionaries of modules have no forward, so hooks on them never
+    run.
+    """
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The module, or what is called in its place: the members of a list without a forward."""
+    if _is_called(module):
+        return [module]
+    return [member for child in module.children() if _has_parameters(child) for member in _called(child)]
+
+
+def _owns_directly(module: nn.Module) -> bool:
+    """Whether the module's own forward uses parameters of no child that is called: its own, or a `ParameterList`'s."""
+    if any(p is not None for p in module._parameters.values()):
+        return True
+    return any(not _is_called(child) and _owns_directly(child) for child in module.children())
+
+
+def _blocks_by_name(model: nn.Module, wrap: str | Iterable[str]) -> list[nn.Module]:
     wanted = [wrap] if isinstance(wrap, str) else list(wrap)
     known = {type(m).__name__ for m in model.modules() if m is not model and _has_parameters(m)}
     for name in wanted:
@@ -87,88 +123,100 @@ def _blocks_by_name(model: nn.Module, wrap: str | Iterable[str]) -> list[tuple[s
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; classes in the model: {', '.join(sorted(known))}"
             raise ValueError(f"units.wrap: no module of class {name} with parameters in {type(model).__name__}{hint}")
-    return [
-        (n, m) for n, m in model.named_modules() if type(m).__name__ in wanted and m is not model and _has_parameters(m)
-    ]
+    return _of_classes(model, wanted)
 
 
-def _find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _of_classes(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    wanted = set(names)
+    return [m for m in model.modules() if type(m).__name__ in wanted and m is not model and _has_parameters(m)]
+
+
+def _find_blocks(model: nn.Module) -> list[nn.Module]:
     """Blocks by the hint that `transformers` models carry, else the outermost lists of two or more modules of one
-    class.
+    class. A `ModuleList` may hold others between them, as models with a few special layers do.
     """
-    hint = getattr(model, "_no_split_modules", None)
-    if hint:
-        named = [
-            (n, m)
-            for n, m in model.named_modules()
-            if type(m).__name__ in hint and m is not model and _has_parameters(m)
-        ]
+    blocks: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        hint = getattr(module, "_no_split_modules", None)
+        named = _of_classes(module, hint) if isinstance(hint, (list, tuple, set, frozenset)) else []
         if len(named) > 1:
-            return named
-    blocks: list[tuple[str, nn.Module]] = []
-
-    def visit(module: nn.Module, name: str) -> None:
+            blocks.extend(named)
+            return
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            children = [(n, m) for n, m in module.named_children() if _has_parameters(m)]
-            if len(children) > 1 and len({type(m) for _, m in children}) == 1:
-                blocks.extend((f"{name}.{n}" if name else n, m) for n, m in children)
+            children = [m for m in module.children() if _has_parameters(m)]
+            counts = Counter(type(m) for m in children)
+            repeated = max(counts.values(), default=0) > 1
+            if repeated and (len(counts) == 1 or isinstance(module, nn.ModuleList)):
+                blocks.extend(children)
                 return
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
+        for child in module.children():
+            visit(child)
 
-    visit(model, "")
+    visit(model)
     return blocks
 
 
 def _collect_roots(
-    module: nn.Module, name: str, blocks: set[int], roots: dict[str, tuple[nn.Module, str]], inside: bool = False
+    module: nn.Module, name: str, blocks: set[int], roots: dict[int, _Root], inside: bool = False
 ) -> None:
-    """Blocks (nested ones too) and, outside them, the largest subtrees without blocks and containers that own
-    parameters directly.
+    """Blocks (nested ones too) and, outside them, the largest subtrees that are called and hold no block, and
+    containers whose own forward uses parameters.
     """
+    if id(module) in roots:  # one instance in two places
+        return
     if id(module) in blocks:
-        roots[name] = (module, "block")
+        roots[id(module)] = _Root(module, name, "block")
         inside = True
     elif not inside:
-        if not any(id(m) in blocks for m in module.modules()):
+        if not any(id(m) in blocks for m in module.modules()) and (_is_called(module) or not name):
             if _has_parameters(module):
-                roots[name] = (module, "rest")
+                roots[id(module)] = _Root(module, name, "rest")
             return
-        if any(p is not None for p in module._parameters.values()):
-            roots[name] = (module, "container")
+        if (_is_called(module) or not name) and _owns_directly(module):
+            roots[id(module)] = _Root(module, name, "container")
     for child_name, child in module.named_children():
         _collect_roots(child, f"{name}.{child_name}" if name else child_name, blocks, roots, inside)
 
 
-def _split_without_blocks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """One unit per child that has parameters, below the wrappers that only hold one such child."""
-    roots: dict[str, tuple[nn.Module, str]] = {}
+def _split_without_blocks(model: nn.Module, roots: dict[int, _Root]) -> None:
+    """One unit per child that has parameters and is called, below the wrappers that only hold one such child."""
     module, name = model, ""
     while True:
-        if any(p is not None for p in module._parameters.values()):
-            roots[name] = (module, "container")
         children = [(f"{name}.{n}" if name else n, m) for n, m in module.named_children() if _has_parameters(m)]
-        if len(children) != 1 or name in roots:
+        if _owns_directly(module) and (_is_called(module) or not name):
+            roots[id(module)] = _Root(module, name, "container" if children else "rest")
+        if len(children) != 1 or id(module) in roots:
             break
         name, module = children[0]
-    if not children and not roots and _has_parameters(module):
-        roots[name] = (module, "rest")
     for child_name, child in children:
-        roots[child_name] = (child, "rest")
-    return roots
+        _collect_roots(child, child_name, set(), roots)
 
 
-def _owners(model: nn.Module, roots: dict[int, str]) -> dict[int, str]:
-    """For every module the name of the innermost unit root that holds it."""
-    owners: dict[int, str] = {}
+def _owners(model: nn.Module, roots: dict[int, _Root]) -> dict[int, int]:
+    """For every module the innermost unit root that holds it, by identity."""
+    owners: dict[int, int] = {}
 
-    def visit(module: nn.Module, current: str) -> None:
-        current = roots.get(id(module), current)
+    def visit(module: nn.Module, current: int) -> None:
+        current = id(module) if id(module) in roots else current
         if id(module) in owners:
             return
         owners[id(module)] = current
         for child in module.children():
             visit(child, current)
 
-    visit(model, "")
+    visit(model, -1)
     return owners
+
+
+def _parameters_used(root: nn.Module, roots: dict[int, _Root]) -> Iterator[nn.Parameter]:
+    """Parameters registered below `root`, outside the roots below it; those of modules shared with others too."""
+    seen: set[int] = set()
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if id(module) in seen or (module is not root and id(module) in roots):
+            continue
+        seen.add(id(module))
+        yield from (p for p in module._parameters.values() if p is not None)
+        pending.extend(module.children())
