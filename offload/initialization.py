@@ -12,6 +12,7 @@ tier nor on the world size.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offload.errors import UnsupportedModelError
+
+_OWN_MAPPING = 1 << 20
 
 InitFn = Callable[[nn.Module], object]
 _patch_lock = threading.Lock()
@@ -294,7 +297,14 @@ class Creator:
 
 def _materialise(parameter: nn.Parameter) -> None:
     """Host memory for a meta parameter, which stays the same object."""
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+    nbytes = parameter.numel() * parameter.element_size()
+    if nbytes < _OWN_MAPPING:
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+    else:
+        # A mapping of its own goes back to the system when the parameter has been stored; the C library's heap keeps
+        # freed blocks of up to 32 MiB, and one small block in each stops the next unit from using them again.
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        empty = torch.frombuffer(memory, dtype=torch.uint8).view(parameter.dtype).view(parameter.shape)
     created = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     created.__dict__.update(parameter.__dict__)
     # `torch.utils.swap_tensors` refuses tensors with weak references (recurrent modules keep some), for fear that these
