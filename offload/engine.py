@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,11 +24,11 @@ from offload.describe import placement_table
 from offload.errors import GradientError, OffloadError
 from offload.gradients import Held, norm_factor
 from offload.initialization import InitFn
-from offload.optimizer import EngineOptimizer
+from offload.optimizer import EngineOptimizer, make_scheduler
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import Loader, SlotQueue
 from offload.randomness import seed_everything
-from offload.residency import Residency, Unit
+from offload.residency import Phase, Residency, Unit
 from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
 from offload.state import FlatState, Update
@@ -79,6 +80,12 @@ class Engine:
         self._clip_factor = 1.0
         self._step_count = self._skipped_steps = 0
         self._last_unit: int | None = None
+        try:  # what groups and scheduler refuse comes before anything large
+            self.optimizer = self._make_optimizer(blueprint)
+            self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer)
+        except BaseException:
+            blueprint.device.close()
+            raise
         self._memory = open_memory(blueprint, faults)
         self._loader = Loader(self._memory)
         self._states: dict[tuple[int, int], FlatState] = {}
@@ -88,18 +95,21 @@ class Engine:
             self._gradient_queue, self._step_queue = SlotQueue(self._memory), SlotQueue(self._memory)
             self._residency = Residency(self._memory, units, self._loader, blueprint.plan.total(Tier.DEVICE))
             self._residency.persist = self._persist
-            self._records = {record.name: record for unit in units for record in unit.records}
+            self._records = self._in_order(units)
             self._trainable = {name: r for name, r in self._records.items() if r.slot.trainable}
             self._steps = dict.fromkeys(self._trainable, 0)
             self._binding = self._bind(blueprint, units)
             self._scaler = self._make_scaler()
-            self.optimizer = self._make_optimizer(blueprint)
-            if lr_scheduler is not None:
-                self.lr_scheduler = lr_scheduler(self.optimizer) if not hasattr(lr_scheduler, "step") else lr_scheduler
         except BaseException:
             self._release_everything()
             raise
         self._ready = True
+
+    def _in_order(self, units: Sequence[Unit]) -> dict[str, ParameterRecord]:
+        """All records by name, in the order of `module.named_parameters()`."""
+        records = {id(record.parameter): record for unit in units for record in unit.records}
+        ordered = [records[id(p)] for p in self.module.parameters() if id(p) in records]
+        return {record.name: record for record in ordered}
 
     def _bind(self, blueprint: Blueprint, units: Sequence[Unit]) -> Binding:
         binding = Binding(self._residency, self._gradient_arrived, blueprint.prefetch)
@@ -225,12 +235,8 @@ class Engine:
     # The step
 
     def _held(self) -> list[ParameterRecord]:
-        """Parameters with a gradient that will be updated, in registration order."""
-        return [
-            r
-            for name, r in self._trainable.items()
-            if self._gradients(r).held(name) is not Held.NOTHING and r.parameter.requires_grad
-        ]
+        """Parameters with a gradient, in registration order; as in torch, also those frozen after their backward."""
+        return [r for name, r in self._trainable.items() if self._gradients(r).held(name) is not Held.NOTHING]
 
     def _gradients(self, record: ParameterRecord) -> Any:
         return self._state(record).gradients
@@ -250,16 +256,33 @@ class Engine:
     def _scale(self) -> float:
         return 1.0 if self._scaler is None else self._scaler.scale
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before, as torch's
+    def _global_norm(self, held: Sequence[ParameterRecord]) -> tuple[float, str | None]:
+        """The norm of the gradients as a reader sees them: unscaled, and with what `clip_grad_norm_` did."""
+        raw, bad = self._norm(held)
+        return (raw / self._scale * self._clip_factor if math.isfinite(raw) else raw), bad
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        """Scales all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, as torch's
         function.
 
-        The factor is applied inside the optimizer's kernel; gradients read afterwards show it.
+        The factor is applied inside the optimizer's kernel; gradients read afterwards show it. `foreach` has no effect.
+
+        Raises:
+            ValueError: a `norm_type` other than 2, or a negative `max_norm`.
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is set; gradients are unchanged then.
         """
         self._check("clip_grad_norm_ was called")
+        if float(norm_type) != 2.0:
+            raise ValueError(f"clip_grad_norm_: norm_type = {norm_type}; only the 2-norm is supported")
+        if not float(max_norm) >= 0:
+            raise ValueError(f"clip_grad_norm_: max_norm = {max_norm} must be at least 0")
         self._binding.unwind()
         with self._lock:
-            norm = self._norm(self._held())[0] / self._scale * self._clip_factor
+            norm, bad = self._global_norm(self._held())
+            if bad is not None and error_if_nonfinite:
+                raise RuntimeError(f"clip_grad_norm_: the gradient of {bad} is not finite (global norm {norm})")
             self._clip_factor *= norm_factor(norm, float(max_norm))
         return torch.tensor(norm)
 
@@ -290,8 +313,7 @@ class Engine:
         scale, norm = self._scale, None
         check = settings.check_finite or self._scaler is not None
         if check or settings.max_grad_norm is not None:
-            raw, bad = self._norm(held)
-            norm = raw / scale * self._clip_factor
+            norm, bad = self._global_norm(held)
             if check and bad is not None:
                 return self._skip(bad, norm, scale)
         factor = (
@@ -363,30 +385,26 @@ class Engine:
         A micro-batch is a dict (keyword arguments), a tuple (arguments) or a tensor. `loss_fn(outputs, micro_batch)`
         gives a loss to average over the micro-batches (default: `outputs.loss`), or a pair (sum of losses, number of
         target tokens), which are averaged over all tokens of the step. Before each micro-batch the global generators
-        are seeded from (seed, step, micro-batch).
+        are seeded from (seed, step, micro-batch). After an exception the gradients of the whole step are forgotten.
+
+        Raises:
+            ValueError: no micro-batch, no loss to be found, or token counts for some micro-batches only.
+            GradientError: gradients of an earlier backward are held; step or zero_grad first.
         """
         self._check("train_batch was called")
         batches = list(micro_batches)
         if not batches:
             raise ValueError("train_batch needs at least one micro-batch")
-        total, tokens = 0.0, 0
-        for index, batch in enumerate(batches):
-            seed_everything(self.config.seed, self._step_count + self._skipped_steps, index)
-            outputs = self._forward(batch)
-            value = outputs.loss if loss_fn is None else loss_fn(outputs, batch)
-            if isinstance(value, tuple):
-                loss, count = value
-                tokens += int(count)
-                self.backward(loss)
-                total += float(loss.detach())
-            else:
-                loss = value / len(batches)
-                self.backward(loss)
-                total += float(loss.detach())
-        if tokens:
-            # The number of tokens is only known at the end, so it divides the sum of the gradients, in the kernel.
-            self._clip_factor /= tokens
-            total /= tokens
+        if self._held():
+            raise GradientError(
+                "train_batch was called with gradients of an earlier backward: step() or zero_grad() first"
+            )
+        try:
+            total = self._accumulate(batches, loss_fn)
+        except BaseException:
+            if self._status is Status.READY:
+                self.zero_grad()
+            raise
         result = self.step()
         return StepResult(
             stepped=result.stepped,
@@ -395,6 +413,32 @@ class Engine:
             loss_scale=result.loss_scale,
             loss=total,
         )
+
+    def _accumulate(self, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Any] | None) -> float:
+        """Forward and backward of all micro-batches; returns the mean loss."""
+        total, tokens, counted = 0.0, 0, 0
+        for index, batch in enumerate(batches):
+            seed_everything(self.config.seed, self._step_count + self._skipped_steps, index)
+            outputs = self._forward(batch)
+            value = getattr(outputs, "loss", None) if loss_fn is None else loss_fn(outputs, batch)
+            loss = value
+            if isinstance(value, tuple):
+                loss, count = value
+                tokens, counted = tokens + int(count), counted + 1
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                source = "outputs.loss" if loss_fn is None else "loss_fn"
+                raise ValueError(f"train_batch: {source} of micro-batch {index} is no scalar tensor: {loss!r:.80}")
+            if counted not in (0, index + 1):
+                raise ValueError("train_batch: loss_fn gave a token count for some micro-batches only")
+            if not counted:
+                loss = loss / len(batches)
+            self.backward(loss)
+            total += float(loss.detach())
+        if not tokens:
+            return total
+        # The number of tokens is only known at the end, so it divides the sum of the gradients, in the kernel.
+        self._clip_factor /= tokens
+        return total / tokens
 
     def _forward(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -457,7 +501,7 @@ class Engine:
     def _record(self, item: Any) -> ParameterRecord:
         record = self._records.get(item) if isinstance(item, str) else record_of(item)
         if record is None or record.host is not self:
-            what = item if isinstance(item, str) else f"a tensor of shape {tuple(item.shape)}"
+            what = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else repr(item)
             raise ValueError(f"{what} is not a parameter of this engine")
         return record
 
@@ -488,7 +532,7 @@ class Engine:
         return value.to(self._memory.device.torch_device, self._state(record).flat.dtype)
 
     def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None:
-        """Makes `value` the parameter's gradient; None forgets it."""
+        """Makes `value`, as `get_full` and `.grad` show it, the parameter's gradient; None forgets it."""
         gradients = self._state(record).gradients
         if gradients is None or record.name not in self._trainable:
             if value is not None:
@@ -498,10 +542,15 @@ class Engine:
             if value is None:
                 self._gradient_queue.drain()
                 gradients.drop(record.name)
-            else:
-                gradients.replace(
-                    record.name, value.detach().to(self._memory.device.torch_device), self._gradient_queue
-                )
+                if not self._held():
+                    self._clip_factor = 1.0
+                return
+            if self._clip_factor == 0.0:
+                raise GradientError(f"{record.name}: a gradient cannot be set after clip_grad_norm_ made all of them 0")
+            # What rests is the gradient times the loss scale and without the clipping.
+            factor = self._scale / self._clip_factor
+            resting = value.detach().to(self._memory.device.torch_device)
+            gradients.replace(record.name, resting if factor == 1.0 else resting * factor, self._gradient_queue)
 
     def get_full(self, name: str, kind: str = "parameter") -> Tensor | None:
         """One parameter's whole value as a new CPU tensor of its shape.
@@ -527,8 +576,8 @@ class Engine:
                 return None if value is None else (value if factor == 1.0 else value * factor).view(record.slot.shape)
             if record.slot.numel == 0:
                 return torch.empty(record.slot.shape)
-            state = self._state(record).read_state(record.slot, self._step_queue)
-            return state["master" if kind == "parameter" else kind].view(record.slot.shape)
+            plane = "master" if kind == "parameter" else kind
+            return self._state(record).read_state(record.slot, self._step_queue, [plane])[plane].view(record.slot.shape)
 
     def set_full(self, name: str, kind: str, value: Tensor) -> None:
         """Replaces one parameter's "parameter" (fp32 master and weight), "exp_avg", "exp_avg_sq" or "grad"."""
@@ -543,12 +592,30 @@ class Engine:
             return
         if kind not in ("parameter", "exp_avg", "exp_avg_sq") or (kind != "parameter" and name not in self._trainable):
             raise ValueError(f"{name}: cannot set {kind!r}")
-        flat = value.detach().to("cpu", torch.float32).reshape(-1)
+        state = self._state(record)
+        trained = name in self._trainable
+        flat = value.detach().to("cpu", torch.float32 if trained else state.flat.dtype).reshape(-1)
         with self._lock:
-            self._state(record).write(
-                record.slot, self._step_queue, planes={"master" if kind == "parameter" else kind: flat}
-            )
-            self._residency.units[record.unit].generation += 1
+            if kind != "parameter":
+                state.write(record.slot, self._step_queue, planes={kind: flat})
+                return
+            with self._changing_weight(record):
+                if trained:
+                    state.write(record.slot, self._step_queue, planes={"master": flat})
+                else:
+                    state.write(record.slot, self._step_queue, weight=flat)
+
+    @contextmanager
+    def _changing_weight(self, record: ParameterRecord) -> Iterator[None]:
+        """Around a change of a resting weight: no copy of it on the device keeps the old value."""
+        unit = self._residency.units[record.unit]
+        with self._residency.lock:
+            self._residency.drop_prefetched()
+            yield
+            unit.generation += 1
+            if unit.phase is Phase.RESIDENT and not unit.flats[record.flat].fixed:
+                with torch.inference_mode(False), torch.no_grad():
+                    record.parameter.data.copy_(self.read_weight(record))
 
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter once (a tied one under its first name), one at a time: a CPU tensor in its compute dtype."""

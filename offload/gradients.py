@@ -84,20 +84,25 @@ class FlatGradients:
     def add(self, name: str, gradient: Tensor, queue: SlotQueue) -> None:
         """Adds one contribution: a device tensor of the parameter's shape and dtype."""
         entry = self._entries[name]
-        gradient = gradient.detach().reshape(-1)
-        if gradient.dtype != self.flat.dtype:
-            gradient = gradient.to(self.flat.dtype)
         self.settle(entry)
-        entry.partials = None
         first = entry.held is Held.NOTHING
-        target = Held.RAW if first or self.raw_spec.dtype == self.sum_spec.dtype else Held.SUM
+        target = Held.RAW if first or self._one_plane else Held.SUM
+        self._put(entry, _flattened(gradient, self.flat.dtype), target, queue)
+
+    @property
+    def _one_plane(self) -> bool:
+        return self.raw_spec.dtype == self.sum_spec.dtype
+
+    def _put(self, entry: _Entry, gradient: Tensor, target: Held, queue: SlotQueue) -> None:
+        """Adds a contiguous 1-D device tensor to what is held; the result rests in the `target` plane."""
+        entry.partials = None
         if entry.slot.numel:
             plane = self._locate(entry, target)
             if plane.tier is Tier.NVME:
                 self._add_streamed(entry, gradient, target, queue)
             elif plane.tier is Tier.DEVICE or self.memory.device.aliases_host:
                 self._add_in_place(entry, gradient, target, 0)
-            elif first:
+            elif entry.held is Held.NOTHING:
                 out = plane.view(*self._range(entry, plane))
                 entry.pending = (self.memory.copy_out(out, gradient), gradient)
             else:
@@ -237,14 +242,19 @@ class FlatGradients:
         return out.copy_(landed)
 
     def replace(self, name: str, value: Tensor, queue: SlotQueue) -> None:
-        """Makes `value` (the parameter's shape) the gradient, as if it were the only contribution."""
+        """Makes `value` (the parameter's shape, on the device) the gradient, as if it were the only contribution.
+
+        A value in another dtype than the parameter's rests in the accumulation dtype, as a sum would.
+        """
         entry = self._entries[name]
         if value.numel() != entry.slot.numel:
             raise GradientError(f"{name}: a gradient of {value.numel()} elements for a parameter of {entry.slot.numel}")
         self.settle(entry)
         queue.drain()
-        entry.held, entry.partials = Held.NOTHING, None
-        self.add(name, value, queue)
+        entry.held = Held.NOTHING
+        raw = self._one_plane or value.dtype == self.flat.dtype
+        dtype = (self.raw_spec if raw else self.sum_spec).dtype
+        self._put(entry, _flattened(value, dtype), Held.RAW if raw else Held.SUM, queue)
 
     def drop(self, name: str | None = None) -> None:
         """Forgets one gradient or all, and gives memory back once none is left."""
@@ -293,6 +303,10 @@ class GradientOperands:
         return part.tensor[lo - base : hi - base]
 
 
+def _flattened(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.detach().reshape(-1).to(dtype).contiguous()  # a 1-D view may have any stride
+
+
 def planned_bytes(flat: Flat, accumulate: torch.dtype) -> int:
     """Bytes that the gradients of a flat may take: one contribution in its own dtype and, where that differs, a sum."""
     per_element = flat.itemsize if flat.dtype == accumulate else flat.itemsize + accumulate.itemsize
@@ -300,7 +314,9 @@ def planned_bytes(flat: Flat, accumulate: torch.dtype) -> int:
 
 
 def norm_factor(norm: float, max_norm: float | None) -> float:
-    """min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`; 1 without a limit."""
-    if max_norm is None or not math.isfinite(norm):
+    """min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`: 0 for an infinite norm, NaN for NaN; 1
+    without a limit.
+    """
+    if max_norm is None:
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(max_norm / (norm + 1e-6), 1.0) if not math.isnan(norm) else norm

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from optimizer_cpu import AdamWHyper
 
 if TYPE_CHECKING:
     from offload.engine import Engine
@@ -23,6 +26,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, engine: Engine, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._engine = weakref.ref(engine)
         super().__init__(groups, defaults)
+        for index, group in enumerate(self.param_groups):
+            _check_group(index, group)
 
     def _owner(self) -> Engine:
         engine = self._engine()
@@ -31,11 +36,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         return engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The engine's step. With a closure, which must run the backward, its result is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """The engine's step, and its result. With a closure, which must run the backward, the closure's result."""
+        if closure is None:
+            return self._owner().step()
+        with torch.enable_grad():
+            loss = closure()
         self._owner().step()
         return loss
 
@@ -53,6 +58,50 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         raise TypeError("an EngineOptimizer cannot be pickled: it belongs to a running engine")
+
+
+def _check_group(index: int, group: dict[str, Any]) -> None:
+    """ValueError for values that AdamW cannot take, and for variants that the engine does not compute."""
+    for name in ("amsgrad", "maximize", "differentiable"):
+        if group.get(name):
+            raise ValueError(f"param_groups[{index}]: {name} is not supported")
+    beta1, beta2 = group["betas"]
+    try:
+        AdamWHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=1,
+        )
+    except ValueError as error:
+        raise ValueError(f"param_groups[{index}]: {error}") from None
+
+
+def make_scheduler(given: Any, optimizer: EngineOptimizer) -> Any:
+    """The scheduler that `step()` drives: `given(optimizer)` for a callable, or an object that is no scheduler of
+    another optimizer.
+
+    Raises:
+        ValueError: a scheduler of another optimizer, which would change nothing here; one that needs a metric.
+    """
+    if given is None:
+        return None
+    made = given(optimizer) if isinstance(given, type) or not hasattr(given, "step") else given
+    label = f"lr_scheduler {type(made).__name__}"
+    if not callable(getattr(made, "step", None)):
+        raise ValueError(f"{label} has no step(); pass a torch scheduler or a callable that makes one")
+    if isinstance(made, ReduceLROnPlateau):
+        raise ValueError(
+            f"{label} needs a metric at each step: build it on engine.optimizer and call its step yourself"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            f"{label} belongs to another optimizer, so it would change nothing here: "
+            "pass a callable, e.g. lambda optimizer: CosineAnnealingLR(optimizer, 100)"
+        )
+    return made
 
 
 def default_groups(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

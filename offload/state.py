@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offload.gradients import FlatGradients, GradientOperands, Held
-from offload.layout import BLOCK, Flat, Slot
+from offload.layout import BLOCK, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue, granule
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu import AdamWHyper, kernels
@@ -23,7 +23,7 @@ from optimizer_cpu.formats import PlaneSpec, StateFormat
 from swap.geometry import PAGE
 from swap.staging import Slot as StagingSlot
 
-PLANE_KINDS = {"weight": "parameters"}
+STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class FlatState:
         chunk: int,
     ) -> None:
         self.memory, self.flat, self.fmt, self.chunk = memory, flat, fmt, chunk
-        self.trainable = bool(flat.trainable_end)
+        self.trainable = any(slot.trainable for slot in flat.slots)  # even if all of them are empty
         spec = (
             fmt.planes(flat.dtype)[0] if flat.dtype in fmt.weight_dtypes else PlaneSpec(name="weight", dtype=flat.dtype)
         )
@@ -102,8 +102,9 @@ class FlatState:
             self.gradients.close()
 
     def _chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
-        """Chunks on the chunk grid that meet `[lo, hi)`."""
-        return self.flat.chunks(self.chunk, lo // self.chunk * self.chunk, hi)
+        """Chunks on the chunk grid, whole blocks each, that meet `[lo, hi)`."""
+        start = lo // self.chunk * self.chunk
+        return self.flat.chunks(self.chunk, start, ceil_to(hi, BLOCK) if lo < hi else start)
 
     def _operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> dict[str, Operand]:
         planes = {"weight": self.weight, **self.planes}
@@ -166,6 +167,8 @@ class FlatState:
         them, elsewhere it keeps its low bits. `planes`: fp32 values for "master", "exp_avg" or "exp_avg_sq", 1-D of the
         parameter's length.
         """
+        if slot.numel == 0:
+            return
         if slot.offset >= self.flat.trainable_end or not self.planes:
             self._write_frozen(slot, queue, weight if weight is not None else (planes or {})["master"])
             return
@@ -217,19 +220,17 @@ class FlatState:
 
     def read_weight(self, slot: Slot, queue: SlotQueue, out: Tensor) -> None:
         """Copies the weight of one parameter to the 1-D CPU tensor `out`."""
-        self._read(slot, queue, [self.weight], lambda tensors: tensors["weight"], {"weight": out})
+        self._read(slot, queue, [self.weight], lambda tensors: tensors, {"weight": out})
 
-    def read_state(self, slot: Slot, queue: SlotQueue) -> dict[str, Tensor]:
-        """The decoded fp32 `master`, `exp_avg` and `exp_avg_sq` of one trainable parameter as new 1-D CPU tensors."""
-        out = {name: torch.empty(slot.numel, dtype=torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
-        for name, target in out.items():
-            self._read(
-                slot,
-                queue,
-                [self.weight, *self.planes.values()],
-                lambda tensors, name=name: getattr(kernels.read(self.fmt.name, tensors), name),  # type: ignore[misc]
-                {name: target},
-            )
+    def read_state(self, slot: Slot, queue: SlotQueue, names: Sequence[str] = STATES) -> dict[str, Tensor]:
+        """The decoded fp32 `names` of one trainable parameter as new 1-D CPU tensors."""
+
+        def decode(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            state = kernels.read(self.fmt.name, tensors)
+            return {name: getattr(state, name) for name in names}
+
+        out = {name: torch.empty(slot.numel, dtype=torch.float32) for name in names}
+        self._read(slot, queue, [self.weight, *self.planes.values()], decode, out)
         return out
 
     def _read(
@@ -237,7 +238,7 @@ class FlatState:
         slot: Slot,
         queue: SlotQueue,
         planes: Sequence[Plane],
-        decode: Callable[[dict[str, Tensor]], Tensor],
+        decode: Callable[[dict[str, Tensor]], dict[str, Tensor]],
         out: dict[str, Tensor],
     ) -> None:
         queue.drain()
@@ -249,9 +250,9 @@ class FlatState:
                 carver = Carver(staging)
                 operands = {plane.spec.name: Operand(plane, lo, hi, carver, on_device=False) for plane in planes}
                 _bring(operands.values())
-                value = decode({name: op.tensor for name, op in operands.items()})
-                for target in out.values():
-                    target[start - slot.offset : stop - slot.offset].copy_(value[start - lo : stop - lo])
+                values = decode({name: op.tensor for name, op in operands.items()})
+                for name, target in out.items():
+                    target[start - slot.offset : stop - slot.offset].copy_(values[name][start - lo : stop - lo])
             finally:
                 queue.give_back(staging, [])
 
