@@ -1,4 +1,8 @@
-"""What this machine has: memory as the kernel would grant it, and free disk space."""
+"""What this machine has: memory as the kernel would grant it, and free disk space.
+
+The limit on locked memory (RLIMIT_MEMLOCK) is not among the limits: host buffers are pinned by the CUDA driver, which
+takes references to the pages and does not count them as locked memory of the process, and nothing here calls `mlock`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,10 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        fields = line.split(":", 2)
+        if len(fields) != 3:
+            continue
+        controllers, path = fields[1], fields[2]
         if controllers == "":
             bases, names = [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"], v2
         elif "memory" in controllers.split(","):

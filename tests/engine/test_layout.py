@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,7 +80,7 @@ def test_shards_partition_a_flat_in_whole_equal_blocks(specs: list[ParameterSpec
     for flat in layout_unit("unit", specs, world).flats:
         shards = [flat.shard(rank, world) for rank in range(world)]
         assert shards[0][0] == 0 and shards[-1][1] == flat.padded
-        assert all(before[1] == after[0] for before, after in zip(shards, shards[1:], strict=False))
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(shards))
         assert len({hi - lo for lo, hi in shards}) == 1
         assert all(lo % BLOCK == hi % BLOCK == 0 and hi > lo for lo, hi in shards)
 
@@ -90,7 +92,7 @@ def test_chunks_cover_a_shard_once_and_stay_on_blocks(specs: list[ParameterSpec]
         lo, hi = flat.shard(world - 1, world)
         chunks = list(flat.chunks(blocks * BLOCK, lo, hi))
         assert chunks[0][0] == lo and chunks[-1][1] == hi
-        assert all(a[1] == b[0] for a, b in zip(chunks, chunks[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(chunks))
         assert all(0 < stop - start <= blocks * BLOCK for start, stop in chunks)
 
 
