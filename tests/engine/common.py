@@ -212,6 +212,7 @@ class Reference:
         factor = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
         self.apply({name: gradient for name, (gradient, _) in gradients.items()}, factor)
         if self.scheduler is not None:
+            self.optimizer.step()  # does nothing, but schedulers want to see it
             self.scheduler.step()
         return norm
 
@@ -270,7 +271,9 @@ def assert_states_equal(found: dict[str, dict[str, Any]], expected: dict[str, di
             assert got.dtype == value.dtype and got.shape == value.shape, f"{name} {kind}: {got.dtype} {got.shape}"
             if not torch.equal(got, value):
                 different = (got != value).reshape(-1).nonzero().reshape(-1)
-                raise AssertionError(f"{name} {kind}: {different.numel()} of {value.numel()} differ, first {different[:4]}")
+                raise AssertionError(
+                    f"{name} {kind}: {different.numel()} of {value.numel()} differ, first {different[:4]}"
+                )
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
