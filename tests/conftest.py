@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
+
+# Read when torch is loaded: waiting threads that spin make small operations crawl where tests share cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
