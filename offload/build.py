@@ -5,9 +5,11 @@ allocated.
 from __future__ import annotations
 
 import fnmatch
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from optimizer_cpu.formats import StateFormat, get_format
 from swap.budget import Budget
 from swap.devices import Device, create_device
 from swap.faults import FaultPlan
+from swap.files import check_path, open_swap_file
 from swap.geometry import PAGE, format_bytes
 from swap.store import DEFAULT_QUEUE_DEPTH, SwapStore
 
@@ -120,6 +123,19 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
+def check_swap_paths(paths: Sequence[str]) -> None:
+    """Refuses paths that cannot hold swap files, before time is spent on the model.
+
+    Raises:
+        SwapPathError: a path is missing, not a directory, or not writable.
+    """
+    for path in paths:
+        check_path(Path(path))
+        if not os.access(path, os.W_OK | os.X_OK) or free_disk([path]) == 0:
+            # Opening one tells why, or that permissions are more generous than they look.
+            open_swap_file(Path(path), False).close()
+
+
 def weight_dtype(name: str, parameter: nn.Parameter, config: Config) -> torch.dtype:
     """The dtype in which a parameter rests and computes: fp32 ones are cast to `precision.compute_dtype` unless
     `precision.keep` names them.
@@ -135,6 +151,7 @@ def weight_dtype(name: str, parameter: nn.Parameter, config: Config) -> torch.dt
 def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn | None) -> Blueprint:
     """Splits, lays out and places the model. Allocates nothing but the device object."""
     check_model(model)
+    check_swap_paths(config.memory.nvme_paths)
     fmt = get_format(config.optimizer.state_format)
     specs = split_units(model, config.units.wrap if config.units.wrap == "auto" else list(config.units.wrap))
     named = [item for spec in specs for item in spec.parameters]
@@ -236,6 +253,7 @@ def _limits(config: Config, device: Device) -> Limits:
         nvme=nvme,
         memory_available=memory.available,
         memory_limited_by=memory.limited_by,
+        nvme_paths=tuple(paths),
     )
 
 

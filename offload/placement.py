@@ -28,13 +28,17 @@ STEP_SLOTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bytes per tier (None: no limit); `memory_available` is what the machine or a cgroup, as named, still grants."""
+    """Bytes per tier (None: no limit); `memory_available` is what the machine or a cgroup, as named, still grants.
+
+    `nvme_paths` is for messages.
+    """
 
     device: int | None
     host: int | None
     nvme: int | None
     memory_available: int
     memory_limited_by: str
+    nvme_paths: tuple[str, ...] = ()
 
     def of(self, tier: Tier) -> int | None:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
@@ -297,7 +301,7 @@ def _add_prefetch(plan: Plan, units: Sequence[UnitLayout], request: Request, lim
 def _check(plan: Plan, request: Request, limits: Limits) -> None:
     for tier in Tier:
         limit, total = limits.of(tier), plan.total(tier)
-        if tier is Tier.NVME and limit == 0 and total:
+        if tier is Tier.NVME and limit == 0 and total and not limits.nvme_paths:
             raise PlanError(
                 f"{_parts(plan, tier)} would rest on nvme, but there is no swap path: set memory.nvme_paths, "
                 f"or choose another tier in [placement]"
@@ -305,7 +309,7 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
         if limit is not None and total > limit:
             raise PlanError(
                 f"the plan exceeds memory.{tier} by {format_bytes(total - limit)}: it needs {format_bytes(total)} "
-                f"({_parts(plan, tier)}) of {format_bytes(limit)}; {_remedy(tier)}"
+                f"({_parts(plan, tier)}) of {format_bytes(limit)}{_where(tier, limits)}; {_remedy(tier)}"
             )
     in_memory = plan.total(Tier.HOST) + (plan.total(Tier.DEVICE) if request.device_is_host_memory else 0)
     if in_memory > limits.memory_available:
@@ -317,6 +321,10 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
             f"{format_bytes(in_memory - limits.memory_available)} more than {limits.memory_limited_by} has left "
             f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST)}"
         )
+
+
+def _where(tier: Tier, limits: Limits) -> str:
+    return f" in {', '.join(limits.nvme_paths)}" if tier is Tier.NVME and limits.nvme_paths else ""
 
 
 def _parts(plan: Plan, tier: Tier) -> str:

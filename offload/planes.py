@@ -9,9 +9,12 @@ fall on 4 KiB pages.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -288,7 +291,8 @@ class Loader:
 
     def __init__(self, memory: TierMemory) -> None:
         self._memory = memory
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload-loader")
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def load(self, plane: Plane, out: Tensor) -> Completion:
         """Starts filling device tensor `out` with the whole of `plane`; compute must `settle` the result before it
@@ -302,7 +306,14 @@ class Loader:
         # The copies run on their own stream and from another thread: they must not overtake work that still uses the
         # memory of `out`.
         allocated = device.record()
-        return FutureCompletion(self._executor.submit(self._staged, plane, out, allocated))
+        if self._thread is None:
+            # It knows the queue only, so that a forgotten engine can be collected while it sleeps; a daemon, so that
+            # the interpreter can exit while a load waits for something that will not come.
+            self._thread = threading.Thread(target=_work, args=(self._tasks,), name="offload-loader", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._tasks.put(partial(_run, future, partial(self._staged, plane, out, allocated)))
+        return FutureCompletion(future)
 
     def settle(self, completion: Completion) -> None:
         """Makes later compute see the loaded bytes."""
@@ -328,4 +339,27 @@ class Loader:
             yield lo, min(lo + size, plane.elements)
 
     def close(self) -> None:
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Joins the thread; what it had not begun fails, since staging and store are closed by now. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._tasks.put(None)
+            if thread is not threading.current_thread():  # a finalizer may run anywhere
+                thread.join()
+
+
+def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    while True:
+        task = tasks.get()
+        if task is None:
+            return
+        task()
+        del task  # a sleeping thread keeps nobody's tensors alive
+
+
+def _run(future: Future[None], function: Callable[[], None]) -> None:
+    try:
+        function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
