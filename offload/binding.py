@@ -1,31 +1,43 @@
 """Ties a module's forward and backward to leases on its units. The only file that touches autograd.
 
 A unit is leased in its root's forward and rests right after it. Views of unit buffers that autograd saves meanwhile are
-packed into handles (unit, generation, offset, shape, stride) and resolved when the backward needs them, which acquires
-the unit if it is not resident. Hooks on the outputs acquire a unit as soon as a gradient reaches it, and on its inputs
-end the lease; both are only about time and memory: whatever they miss, unpacking makes right.
+packed into handles (unit, version, offset, shape, stride) and resolved when the backward needs them, which acquires the
+unit if it is not resident. Hooks on the outputs acquire a unit as soon as a gradient reaches it, and on its inputs end
+the lease; both are only about time and memory: whatever they miss, unpacking makes right. So the leases of a backward
+may be given up at any time, and are when the device has no room for another unit.
 
 [Note: graph tasks] Backward leases belong to the outermost running backward of a thread. They end when the gradients of
 the unit's inputs exist, or in the callback that autograd runs at the end of that backward. Reentrant checkpointing
 starts nested backwards, whose end must not end the leases of the outer one; hence the stack. After an exception
 autograd runs no callback: the next outermost forward, `zero_grad` and `step` clear what was left.
 
+[Note: frames] What a forward acquired is noted in a frame before it is acquired. Module hooks do not see interrupts, so
+frames may be left over; a frame whose Python call is not on its thread's stack any more is one of these.
+
 [Note: saved tensors of the user] Only the innermost pair of saved-tensor hooks runs, so everything that is not a view
 of a unit goes on to the pair that was in force outside (activation checkpointing, activation offload). Hooks also
-switch off autograd's version check, so packing records the version and unpacking compares it.
+switch off autograd's version check, so packing records the version and unpacking compares it: of the parameter for a
+view of its memory (a step, and every other change of its value, counts as a write), of the tensor itself for others. A
+packed tensor is detached, since one that holds its own graph would never be freed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from offload.errors import OffloadError, StaleWeightsError
@@ -36,46 +48,125 @@ from offload.residency import Residency, Unit
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
+_CALL = nn.Module._call_impl.__code__
+_DEPTH = 6
+"""Levels of containers within which the tensors of a module's inputs and outputs are looked for."""
+
 
 class _WeightHandle(NamedTuple):
-    """A saved view of a unit's buffer."""
+    """A saved view of a unit's buffer; `record` is the parameter it belongs to."""
 
     unit: Unit
     flat: int
-    generation: int
+    record: ParameterRecord
+    version: int
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 class _Passed(NamedTuple):
-    """Any other saved tensor, as the outer hooks packed it; `source` and `version` are kept where there are none."""
+    """Any other saved tensor: as the outer hooks packed it, or detached with its version where there are none."""
 
     value: Any
     version: int
 
 
 class _GraphTask:
-    """Leases of one outermost backward; `open` counts it and the backwards nested in it."""
+    """Leases of one outermost backward, oldest first; `open` counts it and the backwards nested in it.
 
-    def __init__(self, thread: int) -> None:
-        self.thread, self.open = thread, 0
+    A unit's lease ends with the last of its uses.
+    """
+
+    def __init__(self) -> None:
+        self.open = 0
         self.leases: dict[int, tuple[Unit, set[object]]] = {}
 
 
-class _Frame(NamedTuple):
-    """What a root's forward acquired and has to give back; `root` tells frames of different roots apart."""
+class _Frame:
+    """One forward of a root (`units` tells roots apart) and what it has to give back."""
 
-    root: object
-    units: list[Unit]
-    hooks: saved_tensors_hooks | None
-    inputs: list[Tensor]
+    __slots__ = ("acquired", "call", "hooks", "units", "use")
+
+    def __init__(self, units: Sequence[Unit], call: FrameType | None) -> None:
+        self.units, self.call = units, call
+        self.acquired: list[Unit] = []
+        self.hooks: saved_tensors_hooks | None = None
+        self.use: _Use | None = None
 
 
-class _Thread(threading.local):
+class _Activity:
+    """What one thread is doing: frames of running forwards, innermost last, and ids of its graph tasks."""
+
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self.frames: list[_Frame] = []
         self.tasks: list[int] = []
+
+
+class _Local(threading.local):
+    activity: _Activity | None = None
+
+
+class _Use:
+    """One forward of a root, whose backward may come any number of times. The graph keeps it alive.
+
+    Hooks on leaves outlive the graph, so they are removed with it and do not hold it.
+    """
+
+    __slots__ = ("__weakref__", "_binding", "_counts", "_entered", "_handles", "_nodes", "units")
+
+    def __init__(self, binding: Binding, units: Sequence[Unit], inputs: Sequence[Tensor]) -> None:
+        self._binding, self.units = binding, units
+        self._counts: dict[int, list[int]] = {}
+        self._handles: list[Any] = []
+        self._nodes: list[Any] = []
+        self._entered = {id(t): t.grad_fn for t in inputs}
+        if not inputs:
+            return
+        this = weakref.ref(self)
+
+        def arrived(_gradient: Tensor) -> None:
+            use = this()
+            if use is not None:
+                use._input_arrived()
+
+        if len(inputs) > 1:
+            self._nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in inputs]
+        for tensor in inputs:
+            handle = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:
+                self._handles.append(handle)
+
+    def expect(self, output: Any) -> None:
+        """Begins the backward as soon as a gradient reaches one of the tensors in `output`."""
+        for tensor in _distinct(output):
+            node = tensor.grad_fn
+            # A leaf, or an input handed through as it is, has no node of the unit's own; unpacking covers it.
+            if node is not None and self._entered.get(id(tensor)) is not node:
+                tensor.register_hook(self.begin)  # type: ignore[no-untyped-call]
+
+    def begin(self, _gradient: Tensor) -> None:
+        self._binding._begin_backward(self)
+
+    def _input_arrived(self) -> None:
+        if self._nodes:
+            graph_id = torch._C._current_graph_task_id()
+            with self._binding.lock:
+                if graph_id not in self._counts:
+                    # An input that this backward does not reach gets no gradient to wait for.
+                    expected = sum(map(torch._C._will_engine_execute_node, self._nodes))
+                    self._counts[graph_id] = [expected]
+                count = self._counts[graph_id]
+                count[0] -= 1
+                if count[0] > 0:
+                    return
+                del self._counts[graph_id]
+        self._binding._end_backward(self)
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _inert(*_args: Any, **_kwargs: Any) -> None:
@@ -102,6 +193,66 @@ def _resolve_inert() -> Callable[..., None]:
     return _inert
 
 
+def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """The tensors that require a gradient in what a module was given or returned, parameters apart."""
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter) and value.requires_grad:
+            yield value
+    elif value is None or isinstance(value, (str, bytes, int, float, bool)) or depth == 0:
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name, None), depth - 1)
+    else:
+        leaves = tree_leaves(value)  # knows containers that were registered with it
+        if len(leaves) != 1 or leaves[0] is not value:
+            yield from _tensors(leaves, depth - 1)
+
+
+def _distinct(value: Any) -> list[Tensor]:
+    return list({id(t): t for t in _tensors(value)}.values())
+
+
+def _module_call(frame: FrameType | None) -> FrameType | None:
+    """The call of a module that one of its hooks, in `frame`, runs in."""
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame
+
+
+def _on_stack(call: FrameType, top: FrameType | None) -> bool:
+    while top is not None:
+        if top is call:
+            return True
+        top = top.f_back
+    return False
+
+
+def _pop_hooks(hooks: saved_tensors_hooks) -> None:
+    """Takes `hooks` off the stack of saved-tensor hooks, which may have others above it.
+
+    If it is gone, a context of the user was left after an interrupt and took it instead of its own pair, which is then
+    on top.
+    """
+    internals: Any = torch._C._autograd
+    above: list[Any] = []
+    while (top := internals._top_saved_tensors_default_hooks(True)) is not None and top[0] is not hooks.pack_hook:
+        above.append(top)
+        internals._pop_saved_tensors_default_hooks()
+    if top is None:
+        above = above[1:]
+    else:
+        internals._pop_saved_tensors_default_hooks()
+    for pair in reversed(above):
+        internals._push_saved_tensors_default_hooks(*pair)
+
+
 class Binding:
     """Hooks on the roots of an engine's units and on its trainable parameters."""
 
@@ -110,14 +261,19 @@ class Binding:
     ) -> None:
         self._residency = residency
         self._on_gradient = on_gradient
-        self._thread = _Thread()
+        self._local = _Local()
+        self._activities: list[_Activity] = []
         self._tasks: dict[int, _GraphTask] = {}
         self._held: list[Unit] = []  # leases that double backward keeps until the step
         self._said_create_graph = False
         self._handles: list[Any] = []
-        self._lock = residency.lock
+        self._starts = {id(u): [[r.slot.offset for r in f.records] for f in u.flats] for u in residency.units}
+        self._dtypes = {flat.flat.dtype for unit in residency.units for flat in unit.flats}
+        self._device_type = residency.memory.device.torch_device.type
+        self.lock = residency.lock
         self.order = VisitOrder(prefetch_units)
         self.on_unit_backward: Callable[[Unit], None] | None = None
+        residency.reclaim = self._give_way
 
     # Attaching
 
@@ -140,7 +296,7 @@ class Binding:
         """Collects every gradient that accumulates into the parameter."""
 
         def arrived(parameter: Tensor) -> None:
-            # The unit may be resting again, in which case `.grad` would be the engine's.
+            # Outside its unit's forward the parameter's `.grad` would be the engine's.
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
@@ -156,64 +312,86 @@ class Binding:
 
     # Forward
 
+    def _activity(self) -> _Activity:
+        activity = self._local.activity
+        if activity is None:
+            activity = self._local.activity = _Activity()
+            with self.lock:
+                alive = {t.ident for t in threading.enumerate()}
+                self._activities = [a for a in self._activities if a.thread in alive or a.frames or a.tasks]
+                self._activities.append(activity)
+        return activity
+
     def _before_forward(self, units: list[Unit], args: Any, kwargs: Any) -> None:
-        if not self._thread.frames and torch._C._current_graph_task_id() == -1:
+        call = _module_call(sys._getframe(1))
+        activity = self._activity()
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._leave_dead_frames(activity, call)
+        if not activity.frames and not in_backward:
             self.reset()
-        acquired: list[Unit] = []
+        frame = _Frame(units, call)
+        activity.frames.append(frame)
+        # After an exception from here the forward hook runs even so (always_call) and finds the frame.
+        self._check_autocast(units)
+        for unit in units:
+            frame.acquired.append(unit)
+            self._residency.acquire(unit, frame, opened=True)
+        for unit in self.order.visit(units[0], backward=in_backward):
+            self._residency.prefetch(unit)
+        # Also where gradients are off: the forward may switch them on for a part of itself.
+        hooks = self._saving_hooks()
         try:
-            for unit in units:
-                self._residency.acquire(unit)
-                acquired.append(unit)
-            following = self.order.visit(units[0], backward=torch._C._current_graph_task_id() != -1)
-            for unit in following:
-                self._residency.prefetch(unit)
-            hooks = self._saving_hooks() if torch.is_grad_enabled() else None
-            inputs = (
-                [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad] if hooks else []
-            )
-            if hooks is not None:
-                hooks.__enter__()
-        except BaseException:
-            for unit in acquired:
-                self._residency.release(unit)
-            # The forward hook runs even so (always_call) and finds this frame to pop.
-            self._thread.frames.append(_Frame(units, [], None, []))
-            raise
-        self._thread.frames.append(_Frame(units, acquired, hooks, inputs))
+            hooks.__enter__()
+        except RuntimeError as error:
+            raise OffloadError(
+                f"unit {units[0].name}: torch.func's grad, vjp and jacobians do not work through offloaded modules"
+            ) from error
+        frame.hooks = hooks
+        if torch.is_grad_enabled():
+            frame.use = _Use(self, units, _distinct((args, kwargs)))
+
+    def _check_autocast(self, units: Sequence[Unit]) -> None:
+        if torch.is_autocast_enabled(self._device_type):
+            dtype = torch.get_autocast_dtype(self._device_type)
+            if dtype not in self._dtypes:
+                raise OffloadError(
+                    f"unit {units[0].name}: autocast to {dtype}, but the parameters are "
+                    f"{', '.join(sorted(map(str, self._dtypes)))}; set precision.compute_dtype instead of autocast"
+                )
 
     def _after_forward(self, units: list[Unit], output: Any) -> None:
-        # Another hook may have raised before ours could run: then the top frame is not this root's.
-        if not self._thread.frames or self._thread.frames[-1].root is not units:
+        activity = self._activity()
+        call = _module_call(sys._getframe(1))
+        # Another hook may have raised before ours could run: then the top frame is not this call's.
+        if not activity.frames or activity.frames[-1].units is not units or activity.frames[-1].call is not call:
             return
-        frame = self._thread.frames.pop()
-        try:
-            if frame.hooks is not None:
-                frame.hooks.__exit__()
-            if frame.units and torch.is_grad_enabled():
-                outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-                if outputs:
-                    self._expect_backward(frame.units, outputs, frame.inputs)
-        finally:
-            for unit in frame.units:
-                self._residency.release(unit)
+        frame = activity.frames[-1]
+        use = frame.use
+        self._leave(activity)
+        if use is not None and torch.is_grad_enabled():
+            use.expect(output)
 
-    def _expect_backward(self, units: list[Unit], outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        use = object()
+    def _leave(self, activity: _Activity) -> None:
+        """Ends the innermost frame of the current thread."""
+        frame = activity.frames.pop()
+        frame.call = frame.use = None
+        if frame.hooks is not None:
+            _pop_hooks(frame.hooks)
+            frame.hooks = None
+        self._release_frame(frame)
 
-        def begin(_gradient: Tensor) -> None:
-            self._begin_backward(units, use)
+    def _release_frame(self, frame: _Frame) -> None:
+        with contextlib.ExitStack() as stack:
+            for unit in frame.acquired:
+                stack.callback(self._residency.release, unit, frame)
+            frame.acquired = []
 
-        def end(_gradients: Sequence[Tensor | None]) -> None:
-            self._end_backward(units, use)
-
-        # A tensor that the unit hands through unchanged has no node of the unit's own to hang the hook on; unpacking
-        # covers it.
-        passed = {id(t) for t in inputs}
-        for tensor in outputs:
-            if id(tensor) not in passed:
-                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
-        if inputs:
-            register_multi_grad_hook(inputs, end, mode="all")
+    def _leave_dead_frames(self, activity: _Activity, top: FrameType | None) -> None:
+        while activity.frames:
+            call = activity.frames[-1].call
+            if call is None or _on_stack(call, top):
+                return
+            self._leave(activity)
 
     # Backward
 
@@ -224,9 +402,9 @@ class Binding:
             return None
         task = self._tasks.get(graph_id)
         if task is None:
-            stack = self._thread.tasks
+            stack = self._activity().tasks
             stack[:] = [known for known in stack if known in self._tasks]
-            task = self._tasks[stack[0]] if stack else _GraphTask(threading.get_ident())
+            task = self._tasks[stack[0]] if stack else _GraphTask()
             task.open += 1
             stack.append(graph_id)
             self._tasks[graph_id] = task
@@ -234,42 +412,40 @@ class Binding:
             engine.queue_callback(lambda: self._finish_task(graph_id))
         return task
 
-    def _begin_backward(self, units: Sequence[Unit], use: object) -> None:
-        with self._lock:
+    def _begin_backward(self, use: _Use) -> None:
+        with self.lock:
             task = self._task()
             if task is None:
                 return
-            for unit in units:
+            for unit in use.units:
                 self._lease(task, unit, use)
-            for unit in self.order.visit(units[0], backward=True):
+            for unit in self.order.visit(use.units[0], backward=True):
                 self._residency.prefetch(unit)
 
     def _lease(self, task: _GraphTask, unit: Unit, use: object) -> None:
         if unit.index not in task.leases:
-            self._residency.acquire(unit)
             task.leases[unit.index] = (unit, set())
-            if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights after this backward
-                self._hold_until_step(unit)
+            self._residency.acquire(unit, task)
         task.leases[unit.index][1].add(use)
 
-    def _end_backward(self, units: Sequence[Unit], use: object) -> None:
-        with self._lock:
+    def _end_backward(self, use: _Use) -> None:
+        with self.lock:
             task = self._task()
             if task is None:
                 return
-            for unit in units:
+            for unit in use.units:
                 if unit.index not in task.leases:
                     continue
                 uses = task.leases[unit.index][1]
                 uses.discard(use)
-                if not uses:
+                if uses <= {task}:  # the task itself stands for what was unpacked out of turn
                     del task.leases[unit.index]
-                    self._residency.release(unit)
+                    self._residency.release(unit, task)
                     if self.on_unit_backward is not None:
                         self.on_unit_backward(unit)
 
     def _finish_task(self, graph_id: int) -> None:
-        with self._lock:
+        with self.lock:
             task = self._tasks.pop(graph_id, None)
             if task is None:
                 return
@@ -280,66 +456,118 @@ class Binding:
     def _release_task(self, task: _GraphTask) -> None:
         while task.leases:
             _, (unit, _uses) = task.leases.popitem()
-            self._residency.release(unit)
+            self._residency.release(unit, task)
             if self.on_unit_backward is not None:
                 self.on_unit_backward(unit)
         self._residency.drop_prefetched()
+
+    def _give_way(self, unit: Unit) -> bool:
+        """Ends the oldest lease of a backward that frees memory, other than of `unit` and of each backward's latest."""
+        for task in {id(t): t for t in self._tasks.values()}.values():
+            for index in list(task.leases)[:-1]:
+                old, _uses = task.leases[index]
+                if old is not unit and old.load_bytes and list(old.holders) == [task]:
+                    del task.leases[index]
+                    self._residency.release(old, task)
+                    return True
+        return False
 
     def _hold_until_step(self, unit: Unit) -> None:
         if not self._said_create_graph:
             self._said_create_graph = True
             warnings.warn("create_graph=True: units stay on the device until step() or zero_grad()", stacklevel=2)
-        self._residency.acquire(unit)
-        self._held.append(unit)
+        if unit not in self._held:
+            self._held.append(unit)
+            self._residency.acquire(unit, self)
+
+    # Clearing up
 
     def reset(self) -> None:
-        """Ends leases of this thread's backwards that an exception cut short, and those that double backward held."""
+        """Ends leases that an exception cut short: of this thread's backwards and of threads that are not Python's.
+
+        Autograd has threads of its own for accelerators. Their backwards may be running; they then load anew.
+        """
         if not self._tasks or torch._C._current_graph_task_id() != -1:
             return
-        with self._lock:
-            thread = threading.get_ident()
+        with self.lock:
+            own = self._activity()
             alive = {t.ident for t in threading.enumerate()}
-            for graph_id, task in list(self._tasks.items()):
-                if task.thread == thread or task.thread not in alive:
-                    del self._tasks[graph_id]
-                    self._release_task(task)
+            for activity in [a for a in self._activities if a is own or a.thread not in alive]:
+                for graph_id in activity.tasks:
+                    task = self._tasks.pop(graph_id, None)
+                    if task is not None:
+                        self._release_task(task)
+                activity.tasks.clear()
 
     def unwind(self) -> None:
-        """Leaves forwards that an interrupt (which module hooks do not see) cut short.
+        """Leaves forwards that an interrupt cut short, see [Note: frames]."""
+        own = self._activity()
+        self._leave_dead_frames(own, sys._getframe(1))
+        with self.lock:
+            others = [a for a in self._activities if a is not own and a.frames]
+            if others:
+                tops = sys._current_frames()
+                for activity in others:
+                    top = tops.get(activity.thread)
+                    for frame in activity.frames:
+                        if frame.call is not None and not _on_stack(frame.call, top):
+                            self._release_frame(frame)  # the hooks are for the thread itself to pop
 
-        Call it outside any forward only.
-        """
-        while self._thread.frames:
-            frame = self._thread.frames.pop()
-            if frame.hooks is not None:
-                frame.hooks.__exit__()
-            for unit in frame.units:
-                self._residency.release(unit)
+    def rest(self) -> None:
+        """After a call of the whole model: no frame is left over, and nothing that was loaded ahead."""
+        activity = self._activity()
+        self._leave_dead_frames(activity, sys._getframe(1))
+        if not activity.frames and torch._C._current_graph_task_id() == -1:
+            self._residency.drop_prefetched()
 
     @property
     def in_forward(self) -> bool:
         """Whether the current thread is within a forward of one of the roots."""
-        return bool(self._thread.frames)
+        activity = self._activity()
+        self._leave_dead_frames(activity, sys._getframe(1))
+        return bool(activity.frames)
 
     def end_step(self) -> None:
-        """After a step or `zero_grad`: nothing stays resident beyond what placement says."""
+        """Before a step or `zero_grad`: nothing stays resident beyond what placement says."""
         self.unwind()
         self.reset()
-        with self._lock:
+        with self.lock:
             while self._held:
-                self._residency.release(self._held.pop())
+                self._residency.release(self._held.pop(), self)
             self._residency.drop_prefetched()
+
+    def weights_changed(self, records: Iterable[ParameterRecord]) -> None:
+        """Counts a change of values that autograd has not seen as a write to the parameters."""
+        for record in records:
+            increment_version(record.parameter)
 
     # Saved tensors
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Packs views of unit buffers that autograd saves within this context."""
-        if not torch.is_grad_enabled():
+    def using(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Plain parameters of `units` within the context, outside the units' own forwards."""
+        holder = object()
+        # Checkpointing compares what is saved in a forward with what its recompute saves. It may run a part of a unit
+        # for itself in the recompute, and must then see the weights as it saw them within the unit's forward.
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        checkpointed = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
+        with contextlib.ExitStack() as stack:
+            for unit in units:
+                self._join_backward(unit)
+                stack.callback(self._residency.release, unit, holder)
+                self._residency.acquire(unit, holder, opened=True)
+            if not checkpointed:
+                hooks = self._saving_hooks()
+                hooks.__enter__()
+                stack.callback(_pop_hooks, hooks)
             yield
-            return
-        with self._saving_hooks():
-            yield
+
+    def _join_backward(self, unit: Unit) -> None:
+        """Within a backward a unit stays for the next operation, up to the backward's end."""
+        with self.lock:
+            task = self._task()
+            if task is not None:
+                self._lease(task, unit, task)
 
     def _saving_hooks(self) -> saved_tensors_hooks:
         outer: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -347,46 +575,60 @@ class Binding:
         def pack(tensor: Tensor) -> Any:
             place = self._residency.find(tensor)
             if place is not None:
-                unit, flat = place
-                weights = unit.flats[flat]
-                if tensor.dtype == weights.flat.dtype and not tensor.is_conj() and not tensor.is_neg():
-                    return _WeightHandle(
-                        unit, flat, unit.generation, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-                    )
+                handle = self._handle(tensor, *place)
+                if handle is not None:
+                    return handle
             if outer is not None:
                 return _Passed(outer[0](tensor), -1)
-            return _Passed(tensor, tensor._version)
+            return _Passed(tensor.detach(), tensor._version)
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, _WeightHandle):
                 return self._resolve(packed)
             if outer is not None:
                 return outer[1](packed.value)
-            if packed.value._version != packed.version:
+            value = packed.value
+            if value._version != packed.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{packed.value.type()} {list(packed.value.shape)}] is at version {packed.value._version}; "
+                    f"[{value.type()} {list(value.shape)}] is at version {value._version}; "
                     f"expected version {packed.version} instead"
                 )
-            return packed.value  # type: ignore[no-any-return]
+            return value  # type: ignore[no-any-return]
 
         return saved_tensors_hooks(pack, unpack)
 
+    def _handle(self, tensor: Tensor, unit: Unit, index: int) -> _WeightHandle | None:
+        flat = unit.flats[index]
+        if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset())
+        place = bisect_right(self._starts[id(unit)][index], offset) - 1
+        if place < 0:
+            return None
+        record = flat.records[place]
+        with torch._C.DisableTorchFunctionSubclass():
+            version = record.parameter._version
+        return _WeightHandle(unit, index, record, version, offset, tensor.shape, tensor.stride())
+
     def _resolve(self, handle: _WeightHandle) -> Tensor:
         unit = handle.unit
-        with self._lock:
-            if handle.generation != unit.generation:
+        with self.lock:
+            with torch._C.DisableTorchFunctionSubclass():
+                version = handle.record.parameter._version
+            if handle.version != version:
                 raise StaleWeightsError(
-                    f"unit {unit.name}: its weights changed after the forward whose backward is running "
+                    f"{handle.record.name}: its value changed after the forward whose backward is running "
                     "(by step(), gathered(modify=True) or a write in place); run the forward again"
                 )
             task = self._task()
-            temporary = task is None
             if task is not None:
                 if unit.index not in task.leases:
-                    self._lease(task, unit, "saved tensor")
-            else:
-                self._residency.acquire(unit)
+                    self._lease(task, unit, task)
+                if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
+                    self._hold_until_step(unit)
+            holder = object()
+            self._residency.acquire(unit, holder)
             try:
                 flat = unit.flats[handle.flat]
                 tensor = flat.plane.tensor if flat.fixed else flat.buffer
@@ -395,5 +637,4 @@ class Binding:
                 with torch.no_grad():
                     return tensor.as_strided(handle.shape, handle.stride, handle.offset)
             finally:
-                if temporary:
-                    self._residency.release(unit)
+                self._residency.release(unit, holder)

@@ -28,7 +28,7 @@ from offload.optimizer import EngineOptimizer, make_scheduler
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import Loader, SlotQueue
 from offload.randomness import seed_everything
-from offload.residency import Phase, Residency, Unit
+from offload.residency import Residency, Unit
 from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
 from offload.state import FlatState, Update
@@ -75,7 +75,6 @@ class Engine:
         self._status = Status.READY
         self._blueprint = blueprint
         self._lock = threading.RLock()
-        self._calls = 0
         self._backward_depth = 0
         self._clip_factor = 1.0
         self._step_count = self._skipped_steps = 0
@@ -151,15 +150,10 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its outputs untouched."""
         self._check("called")
-        self._calls += 1
         try:
             return self.module(*args, **kwargs)
-        except BaseException:
-            if self._calls == 1:
-                self._binding.unwind()
-            raise
         finally:
-            self._calls -= 1
+            self._binding.rest()
 
     def train(self, mode: bool = True) -> Engine:
         """`module.train(mode)`."""
@@ -178,15 +172,17 @@ class Engine:
         self._check("backward was called")
         if self._scaler is not None and self._scaler.scale != 1.0:
             loss = loss * self._scaler.scale
-        self._backward_depth += 1
+        with self._lock:
+            self._backward_depth += 1
         try:
             loss.backward(gradient, **kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
-            if self._backward_depth == 1 and not self._binding.in_forward:
+            if not self._binding.in_forward:
                 self._binding.reset()
             raise
         finally:
-            self._backward_depth -= 1
+            with self._lock:
+                self._backward_depth -= 1
 
     def _gradient_arrived(self, record: ParameterRecord, gradient: Tensor) -> None:
         if self._status is not Status.READY:
@@ -298,6 +294,11 @@ class Engine:
         """
         self._check("step was called")
         self._binding.end_step()
+        if busy := self._residency.busy_units():
+            raise OffloadError(
+                f"step() while {', '.join(busy[:3])} {'is' if len(busy) == 1 else 'are'} in use: "
+                "leave gathered(), and end every forward and backward, before it"
+            )
         with self._lock:
             result = self._step()
         if result.stepped:
@@ -336,7 +337,7 @@ class Engine:
         return StepResult(stepped=False, skipped_reason=reason, grad_norm=norm, loss_scale=scale)
 
     def _run(self, held: Sequence[ParameterRecord], grad_scale: float) -> None:
-        """Updates every parameter in `held`; their units' weights are a new generation afterwards."""
+        """Updates every parameter in `held`; graphs made before it are stale afterwards."""
         hypers = self._hypers(held)
         by_state: dict[tuple[int, int], list[Update]] = {}
         for record in held:
@@ -355,8 +356,7 @@ class Engine:
             raise
         for record in held:
             self._steps[record.name] += 1
-        for index in {record.unit for record in held}:
-            self._residency.units[index].generation += 1
+        self._binding.weights_changed(held)
         self._change(Status.READY)
 
     def _hypers(self, held: Sequence[ParameterRecord]) -> dict[str, AdamWHyper]:
@@ -461,12 +461,8 @@ class Engine:
     @contextmanager
     def _access(self, indices: set[int]) -> Iterator[None]:
         units = [self._residency.units[i] for i in sorted(indices)]
-        with contextlib.ExitStack() as stack:
-            for unit in units:
-                self._residency.acquire(unit)
-                stack.callback(self._residency.release, unit)
-            with self._binding.saving():
-                yield
+        with self._binding.using(units):
+            yield
 
     @contextmanager
     def gathered(self, params: Any = None, modify: bool = False) -> Iterator[None]:
@@ -478,19 +474,14 @@ class Engine:
         self._check("gathered was called")
         records = self._select(params)
         units = [self._residency.units[i] for i in sorted({r.unit for r in records})]
-        acquired: list[Unit] = []
-        try:
-            for unit in units:
-                self._residency.acquire(unit)
-                acquired.append(unit)
-            yield
-        finally:
-            with contextlib.ExitStack() as stack:
-                for unit in acquired:
-                    stack.callback(self._residency.release, unit)
+        with self._binding.using(units):
+            try:
+                yield
+            finally:
                 if modify:
-                    for unit in acquired:
-                        self._residency.keep_writes(unit, [r for r in records if r.unit == unit.index])
+                    self._binding.weights_changed(records)
+                    for unit in units:
+                        self._residency.keep_writes(unit)
 
     def _select(self, params: Any) -> list[ParameterRecord]:
         if params is None:
@@ -612,10 +603,8 @@ class Engine:
         with self._residency.lock:
             self._residency.drop_prefetched()
             yield
-            unit.generation += 1
-            if unit.phase is Phase.RESIDENT and not unit.flats[record.flat].fixed:
-                with torch.inference_mode(False), torch.no_grad():
-                    record.parameter.data.copy_(self.read_weight(record))
+            self._binding.weights_changed([record])
+            self._residency.refresh(unit)
 
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter once (a tied one under its first name), one at a time: a CPU tensor in its compute dtype."""

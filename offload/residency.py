@@ -1,10 +1,14 @@
 """Which units are resident on the device, who holds a lease on them, and how their parameters see it.
 
 A unit is RESTING (its parameters are stubs), LOADING (a buffer is being filled) or RESIDENT (its parameters are views
-of the buffer). A lease is a counted right to the RESIDENT state; the last release makes the unit RESTING again. A
-buffer is one Storage per load. It is dropped, never freed: its bytes come back when the last view of it dies, because
-users and autograd may keep views. Flats whose weight plane can be computed on where it rests (on the device, or on the
-host where the device is the CPU) are never loaded; for them only the parameters' class changes.
+of the buffer). A lease is a right to the RESIDENT state, held under the name of a holder (any object); when the last
+one is given up the unit is RESTING again. Holders note a unit before they ask for it and may give it up twice, so an
+interrupt at any point leaves nothing that cannot be cleared up. A buffer is one Storage per load. It is dropped, never
+freed: its bytes come back when the last view of it dies, because users and autograd may keep views. Flats whose weight
+plane can be computed on where it rests (on the device, or on the host where the device is the CPU) are never loaded.
+
+Parameters are plain only while a holder has the unit open; for the other leases (those of a backward) their data is
+there but their class is not, so that whatever uses them outside a forward goes through `OffloadedParameter`.
 """
 
 from __future__ import annotations
@@ -63,14 +67,14 @@ class ResidentFlat:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """One unit's weights. `generation` counts the changes of their values."""
+    """One unit's weights."""
 
     index: int
     name: str
     flats: list[ResidentFlat]
     phase: Phase = Phase.RESTING
-    leases: int = 0
-    generation: int = 0
+    holders: dict[object, bool] = field(default_factory=dict)
+    """Who holds a lease, and whether the parameters are open, which means plain, for that holder."""
     loads: int = 0
     views: dict[int, int] = field(default_factory=dict)
     """Address of a live Storage -> index of the flat it holds."""
@@ -79,6 +83,15 @@ class Unit:
         if (self.phase, phase) not in _TRANSITIONS:
             raise OffloadError(f"unit {self.name}: no transition from {self.phase.value} to {phase.value}")
         self.phase = phase
+
+    @property
+    def leases(self) -> int:
+        return len(self.holders)
+
+    @property
+    def open(self) -> bool:
+        """Whether somebody may compute with the parameters directly, and write to them."""
+        return True in self.holders.values()
 
     @property
     def records(self) -> list[ParameterRecord]:
@@ -101,12 +114,15 @@ class Residency:
         self.storages: dict[int, tuple[Unit, int]] = {}
         self.closed = False
         self.persist: Callable[[Unit, list[ParameterRecord]], None] | None = None
-        """Called before a unit rests, with the parameters that were written in place while it was resident."""
+        """Called before a unit is closed, with the parameters that were written in place while it was open."""
+        self.reclaim: Callable[[Unit], bool] | None = None
+        """Gives up a lease that somebody only has for speed, for the sake of this unit; False if there is none."""
 
     # Leases
 
-    def acquire(self, unit: Unit) -> None:
-        """Takes a lease: on return the unit's parameters are readable on the device.
+    def acquire(self, unit: Unit, holder: object, *, opened: bool = False) -> None:
+        """Takes a lease for `holder`: on return the unit's data is readable on the device, and with `opened` its
+        parameters are plain ones. A holder that has a lease keeps it.
 
         Raises:
             OffloadError: the engine is closed, or the device budget has no room although nothing idle is resident.
@@ -119,21 +135,31 @@ class Residency:
                 self._start(unit)
             if unit.phase is Phase.LOADING:
                 self._finish(unit)
-            unit.leases += 1
+            if opened and not unit.open:
+                unit.holders[holder] = True
+                _set_class(unit, nn.Parameter)
+            else:
+                unit.holders[holder] = opened or unit.holders.get(holder, False)
 
-    def release(self, unit: Unit) -> None:
-        """Gives a lease back; the last one lets the unit rest. Releasing more than was acquired is an error."""
+    def release(self, unit: Unit, holder: object) -> None:
+        """Gives up the lease of `holder`, if it has one; after the last one the unit rests.
+
+        Raises:
+            SwapIOError: parameters were written in place and could not be stored; the lease is given up even so.
+        """
         with self.lock:
-            if unit.leases < 1:
-                raise OffloadError(f"unit {unit.name}: released without a lease")
-            if unit.leases > 1:
-                unit.leases -= 1
+            opened = unit.holders.get(holder)
+            if opened is None:
                 return
             try:
-                self.keep_writes(unit)
+                if opened and list(unit.holders.values()).count(True) == 1:
+                    self.keep_writes(unit)
             finally:
-                unit.leases = 0
-                self._rest(unit)
+                del unit.holders[holder]
+                if opened and not unit.open:
+                    _set_class(unit, OffloadedParameter)
+                if not unit.holders:
+                    self._rest(unit)
 
     def prefetch(self, unit: Unit) -> bool:
         """Starts loading a resting unit if the device budget has room for it now; never blocks, never fails."""
@@ -156,6 +182,11 @@ class Residency:
                 self._abandon(unit)
             return len(idle)
 
+    def busy_units(self) -> list[str]:
+        """Names of units that somebody holds a lease on."""
+        with self.lock:
+            return [unit.name for unit in self.units if unit.holders]
+
     def resident_units(self) -> list[str]:
         """Names of units that take device memory beyond what their placement says."""
         with self.lock:
@@ -164,14 +195,20 @@ class Residency:
     # Loading
 
     def _start(self, unit: Unit) -> None:
-        try:
-            self._load(unit)
-        except (BudgetError, DeviceOutOfMemory) as error:
-            self.drop_prefetched()
+        # Beyond what was planned, leases that are held for speed only give way; at the budget's end they must.
+        while unit.load_bytes and self.memory.budget.used("device") + unit.load_bytes > self.prefetch_limit:
+            if not self._make_room(unit):
+                break
+        while True:
             try:
                 self._load(unit)
-            except (BudgetError, DeviceOutOfMemory):
-                raise OffloadError(self._no_room(unit)) from error
+                return
+            except (BudgetError, DeviceOutOfMemory) as error:
+                if not self._make_room(unit):
+                    raise OffloadError(self._no_room(unit)) from error
+
+    def _make_room(self, unit: Unit) -> bool:
+        return self.drop_prefetched() > 0 or (self.reclaim is not None and self.reclaim(unit))
 
     def _load(self, unit: Unit) -> None:
         try:
@@ -229,18 +266,34 @@ class Residency:
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
 
+    def refresh(self, unit: Unit) -> None:
+        """After the resting weights changed: no copy on the device keeps the old values."""
+        with self.lock:
+            if unit.phase is Phase.LOADING:
+                self._abandon(unit)
+            elif unit.phase is Phase.RESIDENT:
+                for flat in unit.flats:
+                    if flat.buffer is not None:
+                        self.loader.settle(self.loader.load(flat.plane, flat.buffer))
+                self._note_versions(unit)
+
     # Parameters
 
     @staticmethod
     def _bind(flat: ResidentFlat, tensor: Tensor) -> None:
         # Buffers made under inference mode would poison training; `.data` must not be recorded by autograd.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
             for record in flat.records:
                 parameter, slot = record.parameter, record.slot
-                parameter.__class__ = nn.Parameter
                 if not flat.fixed:
                     parameter.data = tensor[slot.offset : slot.end].view(slot.shape)
                 record.version = parameter._version
+
+    @staticmethod
+    def _note_versions(unit: Unit) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for record in unit.records:
+                record.version = record.parameter._version
 
     def find(self, tensor: Tensor) -> tuple[Unit, int] | None:
         """The unit and flat whose live buffer `tensor` is a view of."""
@@ -249,20 +302,18 @@ class Residency:
         except (RuntimeError, NotImplementedError):  # tensors without storage: sparse layouts, functional wrappers
             return None
 
-    def keep_writes(self, unit: Unit, also: Iterable[ParameterRecord] = ()) -> None:
+    def keep_writes(self, unit: Unit) -> None:
         """Carries in-place writes to a resident unit's parameters over to the resting planes.
 
-        They show in the autograd version of a parameter; `also` names parameters that may have been written past it,
-        through `.data`.
+        They show in the autograd versions of the parameters.
         """
-        written = {id(r): r for flat in unit.flats for r in flat.records if r.parameter._version != r.version}
-        written.update((id(r), r) for r in also)
-        if not written or self.persist is None:
-            return
-        self.persist(unit, list(written.values()))
-        unit.generation += 1
-        for record in written.values():
-            record.version = record.parameter._version
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            written = [r for flat in unit.flats for r in flat.records if r.parameter._version != r.version]
+            if not written or self.persist is None:
+                return
+            self.persist(unit, written)
+            for record in written:
+                record.version = record.parameter._version
 
     def close(self) -> None:
         """Makes every parameter a stub that says that its engine is closed. Idempotent."""
@@ -274,6 +325,7 @@ class Residency:
             for unit in self.units:
                 self._drop_buffers(unit)
                 unit.views.clear()
+                unit.holders.clear()
             orphan(self.units, self.memory.device.torch_device)
 
     def _no_room(self, unit: Unit) -> str:
@@ -289,13 +341,17 @@ class Residency:
 
 
 def _show_stubs(unit: Unit) -> None:
-    with torch.inference_mode(False), torch.no_grad():
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
         for flat in unit.flats:
-            for record in flat.records:
-                parameter = record.parameter
-                if not flat.fixed:
-                    parameter.data = record.stub
-                parameter.__class__ = OffloadedParameter
+            if not flat.fixed:
+                for record in flat.records:
+                    record.parameter.data = record.stub
+
+
+def _set_class(unit: Unit, kind: type[nn.Parameter]) -> None:
+    for flat in unit.flats:
+        for record in flat.records:
+            record.parameter.__class__ = kind
 
 
 def adopt(unit: Unit, device: torch.device) -> None:
@@ -314,6 +370,7 @@ def adopt(unit: Unit, device: torch.device) -> None:
                 else:
                     record.stub = make_stub(slot.shape, flat.flat.dtype, device)
     _show_stubs(unit)
+    _set_class(unit, OffloadedParameter)
 
 
 def orphan(units: Iterable[Unit], device: torch.device) -> None:
