@@ -9,7 +9,7 @@ import pytest
 # Read when torch is loaded: waiting threads that spin make small operations crawl where tests share cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,6 @@ import os
 # other: a step then takes many times as long. The variable is read once, when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from offload.cli.main import main  # noqa: E402
+from offload.cli.main import main
 
 __all__ = ["main"]
