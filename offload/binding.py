@@ -41,7 +41,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from offload.errors import OffloadError, StaleWeightsError
-from offload.parameters import ParameterRecord
+from offload.parameters import ParameterRecord, record_of
 from offload.prefetch import VisitOrder
 from offload.residency import Residency, Unit
 
@@ -294,13 +294,16 @@ class Binding:
 
     def watch(self, record: ParameterRecord) -> None:
         """Collects every gradient that accumulates into the parameter."""
+        # Autograd keeps the hook where the garbage collector does not look: it must not hold what holds the parameter.
+        reference = weakref.ref(self)
 
         def arrived(parameter: Tensor) -> None:
             # Outside its unit's forward the parameter's `.grad` would be the engine's.
             with torch._C.DisableTorchFunctionSubclass():
                 gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                self._on_gradient(record, gradient)
+            binding, owner = reference(), record_of(parameter)
+            if gradient is not None and binding is not None and owner is not None:
+                binding._on_gradient(owner, gradient)
 
         with torch._C.DisableTorchFunctionSubclass():
             self._handles.append(record.parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
