@@ -177,6 +177,8 @@ class OffloadedParameter(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(name, func, args)
+        if name == "requires_grad_":
+            _check_unfreezing(args[0], (args[1:] or tuple(kwargs.values()) or (True,))[0])
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -223,6 +225,16 @@ class OffloadedParameter(nn.Parameter):
         return f"OffloadedParameter({where}, {facts})"
 
 
+def _check_unfreezing(parameter: object, wanted: object) -> None:
+    """A parameter that was frozen at initialize has neither optimizer state nor a place for its gradient."""
+    record = record_of(parameter)
+    if record is not None and wanted and not record.slot.trainable and not parameter.requires_grad:  # type: ignore[attr-defined]
+        raise OffloadError(
+            f"{record.name} was frozen at offload.initialize, so it has no optimizer state: "
+            "initialize with requires_grad=True, then freeze it; its state is kept until it is unfrozen"
+        )
+
+
 def _attribute(kind: str, func: Any, args: Any) -> Any:
     attribute = func.__self__.__name__
     parameter = args[0]
@@ -244,6 +256,8 @@ def _attribute(kind: str, func: Any, args: Any) -> Any:
             f"{record.name}: .data cannot be replaced while the engine holds its memory; "
             "use engine.gathered(modify=True)"
         )
+    if attribute == "requires_grad" and kind == "__set__":
+        _check_unfreezing(parameter, args[1])
     if kind == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
         if record is None:
             raise OffloadError(

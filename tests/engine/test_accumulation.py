@@ -104,7 +104,7 @@ def test_raw_then_summed_gradients_in_bf16_on_each_tier(tier: str, device: str, 
     case = Case(device=device, gradients=tier, dtype="bf16", wide=True)
     with running(decoder(wide=True), case, swap_folder) as engine:
         twin = Reference(decoder(wide=True), dtype="bf16")
-        name = "layers.0.mlp.up.weight" if "layers.0.mlp.up.weight" in twin.parameters else list(twin.parameters)[5]
+        name = "layers.0.mlp.up_proj.weight"
         for count in range(1, 4):
             for forward, backward in ((engine, engine.backward), (twin.model, twin.backward)):
                 backward(forward(samples(count), labels=samples(count)).loss)
