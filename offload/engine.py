@@ -150,10 +150,22 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its outputs untouched."""
         self._check("called")
+        self._check_parameters()
         try:
             return self.module(*args, **kwargs)
         finally:
             self._binding.rest()
+
+    def _check_parameters(self) -> None:
+        """Refuses parameters put into the model after `initialize`: they would silently not be trained."""
+        for name, parameter in self.module.named_parameters():
+            record = record_of(parameter)
+            if record is None or record.host is not self:
+                raise OffloadError(
+                    f"{name} is not a parameter of this engine: it was put into the model after offload.initialize "
+                    "(by assignment, load_state_dict(assign=True) or a new submodule). Change values in place with "
+                    "load_state_dict() or engine.gathered(modify=True), or build the whole model before initialize"
+                )
 
     def train(self, mode: bool = True) -> Engine:
         """`module.train(mode)`."""
@@ -293,6 +305,7 @@ class Engine:
             SwapIOError: a transfer failed; the engine is then failed, since part of the state is new and part old.
         """
         self._check("step was called")
+        self._check_parameters()
         self._binding.end_step()
         if busy := self._residency.busy_units():
             raise OffloadError(
