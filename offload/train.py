@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -107,16 +107,17 @@ class _Trainer:
             groups = build_param_groups(model, config.optimizer)
         with self.progress.phase("planning"):
             self.engine = offload.initialize(
-                model,
-                config,
-                param_groups=groups,
-                lr_scheduler=lambda optimizer: build_lr_scheduler(
-                    optimizer, config.optimizer, steps=config.train.steps
-                ),
+                model, config, param_groups=groups, lr_scheduler=self._scheduler_maker(config)
             )
         self.progress.say(self.engine.describe())
         self.progress.say(describe_groups(groups))
         return self.engine
+
+    @staticmethod
+    def _scheduler_maker(config: Config) -> Callable[[torch.optim.Optimizer], Any] | None:
+        if config.optimizer.scheduler == "none":
+            return None
+        return lambda optimizer: build_lr_scheduler(optimizer, config.optimizer, steps=config.train.steps)
 
     def _step(self, engine: offload.Engine, step: int) -> None:
         count = self.config.train.micro_batches

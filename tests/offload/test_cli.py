@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import offload as package
 from offload.cli import main
 from offload.config import load_config
+from swap import FaultPlan
 from swap.files import host_name
 
 TINY = (
@@ -147,7 +151,15 @@ def test_a_factory_beside_the_configuration(offload: Command) -> None:
     )
     settings = [text for text in TINY if not text.startswith("model.")]
     done = offload(
-        "train", *settings, "model.preset=none", "model.factory=own_model:build", "train.steps=2", "--run-dir", "run"
+        "train",
+        *settings,
+        "model.preset=none",
+        "model.factory=own_model:build",
+        "optimizer.scheduler=none",
+        "optimizer.warmup_steps=0",
+        "train.steps=2",
+        "--run-dir",
+        "run",
     )
     assert done.returncode == 0, done.stderr
     assert read_run(offload.cwd / "run")[0]["steps"] == 2
@@ -240,6 +252,51 @@ def test_a_fault_of_the_disk_is_one_line(offload: Command) -> None:
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1 and "File too large" in lines[0] and "run/swap" in lines[0], done.stderr
     assert "swap" not in [Path(name).name for name in offload.tree()]
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_fault_in_mid_run_is_one_line_and_in_the_summary(
+    offload: Command, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    plan = FaultPlan()
+    real = package.initialize
+
+    def initialize(*arguments: Any, **named: Any) -> Any:
+        engine = real(*arguments, **named, faults=plan)
+        plan.fail(operation, errno=errno.EIO, nth=plan.calls[operation] + 60)
+        return engine
+
+    monkeypatch.setattr(package, "initialize", initialize, raising=False)
+    threads = threading.active_count()
+    done = offload("train", *TINY, "train.steps=1000", "--run-dir", "run")
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Input/output error" in lines[0] and "run/swap" in lines[0], done.stderr
+    assert "Traceback" not in done.stderr
+    summary, _ = read_run(offload.cwd / "run")
+    assert summary["steps"] >= 1 and lines[0] == f"error: {summary['error']}" and summary["interrupted"] is False
+    assert offload.tree() == ["run", *(f"run/{name}" for name in RUN_FILES)]
+    assert threading.active_count() == threads
+
+
+def test_a_step_that_is_skipped_is_said_and_counted(offload: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def poisoned(self: Any, loss: Any, *arguments: Any, **named: Any) -> None:
+        calls.append(loss)
+        real(self, loss * float("inf") if len(calls) == 2 else loss, *arguments, **named)
+
+    real = package.Engine.backward
+    monkeypatch.setattr(package.Engine, "backward", poisoned)
+    done = offload("train", *TINY, "train.steps=3", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    summary, records = read_run(offload.cwd / "run")
+    assert summary["steps"] == 3 and summary["skipped_steps"] == 1
+    skipped = [record for record in records if record.get("stepped") is False]
+    assert [record["step"] for record in skipped] == [2] and "is not finite" in skipped[0]["skipped_reason"]
+    assert "step 2 skipped: " in done.stdout
+    steps = [record for record in records if "loss" in record]
+    assert steps[1]["lr"] == steps[2]["lr"], "a skipped step does not move the schedule"
 
 
 def test_version(offload: Command) -> None:
