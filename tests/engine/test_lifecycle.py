@@ -62,7 +62,7 @@ def test_two_hundred_engines_leave_nothing(device: str, swap_folder: Path) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_hundreds_of_steps_keep_everything_constant(device: str, swap_folder: Path) -> None:
-    count = 500 if device == "cpu" else 120
+    count = 500 if device == "cpu" else 60
     with open_tiny(swap_folder, device=device) as engine:
         for _ in range(20):
             step(engine)
@@ -290,14 +290,14 @@ INTERRUPTED = """
 
     folder, device, close = sys.argv[1:4]
     batch = token_batches(1)[0]
-    # Slow disks: the signal meets the main thread in a wait.
-    faults = FaultPlan().delay(0.05)
+    faults = FaultPlan()
     run = offload.initialize(decoder(wide=True), on_nvme(folder, device=device), faults=faults)
     try:
         for step in range(100000):
             loss = run(batch, labels=batch).loss
             run.backward(loss)
             if step == 0:
+                faults.delay(0.05)  # slow disks: the signal meets the main thread in a wait
                 print("ready", flush=True)
             run.step()
     finally:
@@ -308,7 +308,7 @@ INTERRUPTED = """
 """
 
 
-@pytest.mark.parametrize(("device", "close"), [("cpu", "close"), ("sim", "close"), ("cpu", "forget")])
+@pytest.mark.parametrize(("device", "close"), [("sim", "close"), ("cpu", "forget")])
 def test_control_c_in_mid_step_ends_the_process(device: str, close: str, swap_folder: Path) -> None:
     process = start_script(INTERRUPTED, str(swap_folder), device, close)
     assert process.stdout is not None and process.stderr is not None
