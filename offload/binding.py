@@ -282,13 +282,14 @@ class Binding:
         own = list(units)
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._before_forward(own, args, kwargs)
+            self._before_forward(own, args, kwargs)
 
         def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
-            if not torch.compiler.is_compiling():
-                self._after_forward(own, output)
+            self._after_forward(own, output)
 
+        # A compiled model or block breaks its graph here; `block.forward` compiled alone has no break.
+        disable: Any = torch.compiler.disable
+        before, after = disable(before), disable(after)
         self._handles.append(root.register_forward_pre_hook(_RootHook(before), with_kwargs=True, prepend=True))
         self._handles.append(root.register_forward_hook(_RootHook(after), with_kwargs=True, always_call=True))
 
@@ -335,7 +336,7 @@ class Binding:
         frame = _Frame(units, call)
         activity.frames.append(frame)
         # After an exception from here the forward hook runs even so (always_call) and finds the frame.
-        self._check_autocast(units)
+        self._check_modes(units)
         for unit in units:
             frame.acquired.append(unit)
             self._residency.acquire(unit, frame, opened=True)
@@ -343,17 +344,20 @@ class Binding:
             self._residency.prefetch(unit)
         # Also where gradients are off: the forward may switch them on for a part of itself.
         hooks = self._saving_hooks()
-        try:
-            hooks.__enter__()
-        except RuntimeError as error:
-            raise OffloadError(
-                f"unit {units[0].name}: torch.func's grad, vjp and jacobians do not work through offloaded modules"
-            ) from error
+        hooks.__enter__()
         frame.hooks = hooks
         if torch.is_grad_enabled():
             frame.use = _Use(self, units, _distinct((args, kwargs)))
 
-    def _check_autocast(self, units: Sequence[Unit]) -> None:
+    def _check_modes(self, units: Sequence[Unit]) -> None:
+        functorch: Any = torch._C._functorch
+        if functorch.peek_interpreter_stack() is not None:
+            for level in functorch.get_interpreter_stack():
+                if level.key() != functorch.TransformType.Vmap:
+                    raise OffloadError(
+                        f"unit {units[0].name}: torch.func's grad, vjp and jacobians do not work through offloaded "
+                        "modules; use torch.autograd"
+                    )
         if torch.is_autocast_enabled(self._device_type):
             dtype = torch.get_autocast_dtype(self._device_type)
             if dtype not in self._dtypes:

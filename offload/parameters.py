@@ -1,12 +1,12 @@
 """What a parameter is while the engine holds its memory.
 
-[Note: two classes] Inside its unit's forward and backward an offloaded parameter is a plain `nn.Parameter` whose data
-is a view of the unit's
-leased buffer: compute, autograd and `torch.compile` see nothing unusual and pay nothing. Everywhere else its Python
-class is `OffloadedParameter` (the object and its autograd state stay the same; only `__class__` changes) and its data
-is a zero-stride stub of the right shape filled with NaN. The class intercepts every use through `__torch_function__`:
-metadata is answered from the stub, `.grad` from the engine, and any operation first acquires the unit, so a stub's
-value cannot reach a result. Writes in place are carried through to the resting planes.
+[Note: two classes] Inside its unit's forward an offloaded parameter is a plain `nn.Parameter` whose data is a view of
+the unit's leased buffer: compute, autograd and `torch.compile` see nothing unusual and pay nothing. Everywhere else its
+Python class is `OffloadedParameter` (the object and its autograd state stay the same; only `__class__` changes) and,
+unless a backward has leased the unit, its data is a zero-stride stub of the right shape filled with NaN. The class
+intercepts every use through `__torch_function__`: metadata is answered from the stub, `.grad` from the engine, and any
+operation first acquires the unit, so a stub's value cannot reach a result. Writes in place are carried through to the
+resting planes.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class OffloadedParameter(nn.Parameter):
             return _attribute(name, func, args)
         if name == "requires_grad_":
             _check_unfreezing(args[0], (args[1:] or tuple(kwargs.values()) or (True,))[0])
-        if name in _METADATA:
+        if name in _METADATA or func is torch.autograd.grad:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         own = record_of(args[0]) if args else None
@@ -252,9 +252,11 @@ def _attribute(kind: str, func: Any, args: Any) -> Any:
             )
         if kind == "__get__":
             return record.host.read_weight(record).as_subclass(HeldTensor)
+        if args[1] is parameter:
+            return None  # module.to() with the device and dtype that it has already
         raise OffloadError(
-            f"{record.name}: .data cannot be replaced while the engine holds its memory; "
-            "use engine.gathered(modify=True)"
+            f"{record.name}: its memory belongs to the engine, so .to(), .half() and other changes of .data are "
+            "refused; set device and precision in the configuration, change values under engine.gathered(modify=True)"
         )
     if attribute == "requires_grad" and kind == "__set__":
         _check_unfreezing(parameter, args[1])
