@@ -8,7 +8,11 @@ The model is never held whole: its parameters are created unit by unit and rest 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
+
+# Read when torch is loaded: OpenMP threads that spin while they wait starve the I/O threads on few cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
