@@ -29,17 +29,16 @@ import threading
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
+from offload.calls import RootHook, distinct_tensors, module_call, on_stack
 from offload.errors import OffloadError, StaleWeightsError
 from offload.parameters import ParameterRecord, record_of
 from offload.prefetch import VisitOrder
@@ -47,10 +46,6 @@ from offload.residency import Residency, Unit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
-
-_CALL = nn.Module._call_impl.__code__
-_DEPTH = 6
-"""Levels of containers within which the tensors of a module's inputs and outputs are looked for."""
 
 
 class _WeightHandle(NamedTuple):
@@ -140,7 +135,7 @@ class _Use:
 
     def expect(self, output: Any) -> None:
         """Begins the backward as soon as a gradient reaches one of the tensors in `output`."""
-        for tensor in _distinct(output):
+        for tensor in distinct_tensors(output):
             node = tensor.grad_fn
             # A leaf, or an input handed through as it is, has no node of the unit's own; unpacking covers it.
             if node is not None and self._entered.get(id(tensor)) is not node:
@@ -167,71 +162,6 @@ class _Use:
     def __del__(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _inert(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
-class _RootHook:
-    """A module hook that a copied or pickled model leaves behind as an inert one."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _inert
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _resolve_inert, ()
-
-
-def _resolve_inert() -> Callable[..., None]:
-    return _inert
-
-
-def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """The tensors that require a gradient in what a module was given or returned, parameters apart."""
-    if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter) and value.requires_grad:
-            yield value
-    elif value is None or isinstance(value, (str, bytes, int, float, bool)) or depth == 0:
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from _tensors(item, depth - 1)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from _tensors(getattr(value, item.name, None), depth - 1)
-    else:
-        leaves = tree_leaves(value)  # knows containers that were registered with it
-        if len(leaves) != 1 or leaves[0] is not value:
-            yield from _tensors(leaves, depth - 1)
-
-
-def _distinct(value: Any) -> list[Tensor]:
-    return list({id(t): t for t in _tensors(value)}.values())
-
-
-def _module_call(frame: FrameType | None) -> FrameType | None:
-    """The call of a module that one of its hooks, in `frame`, runs in."""
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return frame
-
-
-def _on_stack(call: FrameType, top: FrameType | None) -> bool:
-    while top is not None:
-        if top is call:
-            return True
-        top = top.f_back
-    return False
 
 
 def _pop_hooks(hooks: saved_tensors_hooks) -> None:
@@ -290,8 +220,8 @@ class Binding:
         # A compiled model or block breaks its graph here; `block.forward` compiled alone has no break.
         disable: Any = torch.compiler.disable
         before, after = disable(before), disable(after)
-        self._handles.append(root.register_forward_pre_hook(_RootHook(before), with_kwargs=True, prepend=True))
-        self._handles.append(root.register_forward_hook(_RootHook(after), with_kwargs=True, always_call=True))
+        self._handles.append(root.register_forward_pre_hook(RootHook(before), with_kwargs=True, prepend=True))
+        self._handles.append(root.register_forward_hook(RootHook(after), with_kwargs=True, always_call=True))
 
     def watch(self, record: ParameterRecord) -> None:
         """Collects every gradient that accumulates into the parameter."""
@@ -327,7 +257,7 @@ class Binding:
         return activity
 
     def _before_forward(self, units: list[Unit], args: Any, kwargs: Any) -> None:
-        call = _module_call(sys._getframe(1))
+        call = module_call(sys._getframe(1))
         activity = self._activity()
         in_backward = torch._C._current_graph_task_id() != -1
         self._leave_dead_frames(activity, call)
@@ -347,7 +277,7 @@ class Binding:
         hooks.__enter__()
         frame.hooks = hooks
         if torch.is_grad_enabled():
-            frame.use = _Use(self, units, _distinct((args, kwargs)))
+            frame.use = _Use(self, units, distinct_tensors((args, kwargs)))
 
     def _check_modes(self, units: Sequence[Unit]) -> None:
         functorch: Any = torch._C._functorch
@@ -368,7 +298,7 @@ class Binding:
 
     def _after_forward(self, units: list[Unit], output: Any) -> None:
         activity = self._activity()
-        call = _module_call(sys._getframe(1))
+        call = module_call(sys._getframe(1))
         # Another hook may have raised before ours could run: then the top frame is not this call's.
         if not activity.frames or activity.frames[-1].units is not units or activity.frames[-1].call is not call:
             return
@@ -396,7 +326,7 @@ class Binding:
     def _leave_dead_frames(self, activity: _Activity, top: FrameType | None) -> None:
         while activity.frames:
             call = activity.frames[-1].call
-            if call is None or _on_stack(call, top):
+            if call is None or on_stack(call, top):
                 return
             self._leave(activity)
 
@@ -517,7 +447,7 @@ class Binding:
                 for activity in others:
                     top = tops.get(activity.thread)
                     for frame in activity.frames:
-                        if frame.call is not None and not _on_stack(frame.call, top):
+                        if frame.call is not None and not on_stack(frame.call, top):
                             self._release_frame(frame)  # the hooks are for the thread itself to pop
 
     def rest(self) -> None:
@@ -629,19 +559,24 @@ class Binding:
                     "(by step(), gathered(modify=True) or a write in place); run the forward again"
                 )
             task = self._task()
-            if task is not None:
-                if unit.index not in task.leases:
-                    self._lease(task, unit, task)
-                if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
-                    self._hold_until_step(unit)
-            holder = object()
-            self._residency.acquire(unit, holder)
-            try:
-                flat = unit.flats[handle.flat]
-                tensor = flat.plane.tensor if flat.fixed else flat.buffer
-                if tensor is None:
-                    raise OffloadError(f"unit {unit.name}: resident without a buffer")
-                with torch.no_grad():
-                    return tensor.as_strided(handle.shape, handle.stride, handle.offset)
-            finally:
-                self._residency.release(unit, holder)
+            if task is None:
+                holder = object()
+                self._residency.acquire(unit, holder)
+                try:
+                    return self._view(handle)
+                finally:
+                    self._residency.release(unit, holder)
+            if unit.index not in task.leases:
+                self._lease(task, unit, task)
+            if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
+                self._hold_until_step(unit)
+            return self._view(handle)
+
+    @staticmethod
+    def _view(handle: _WeightHandle) -> Tensor:
+        flat = handle.unit.flats[handle.flat]
+        tensor = flat.plane.tensor if flat.fixed else flat.buffer
+        if tensor is None:
+            raise OffloadError(f"unit {handle.unit.name}: resident without a buffer")
+        with torch.no_grad():
+            return tensor.as_strided(handle.shape, handle.stride, handle.offset)

@@ -19,7 +19,7 @@ import offload
 from tests.engine.common import Case, Reference, config_of, placed
 
 WIDTH = 16
-PLACES = [placed(device, tier) for device in ("cpu", "sim") for tier in ("nvme", "host", "device")]
+PLACES = [placed("cpu", "nvme"), placed("cpu", "host"), placed("sim", "nvme"), placed("sim", "device")]
 NVME = [placed("cpu", "nvme"), placed("sim", "nvme", delay=1e-3)]
 
 

@@ -258,7 +258,7 @@ class Fuse(nn.Module):
         raise self.error
 
 
-@everywhere
+@swapped
 @pytest.mark.parametrize("through", ["engine", "module"])
 @pytest.mark.parametrize("error", [Failing, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "backward"])
