@@ -77,6 +77,18 @@ struct WeightBF16 {
     }
 };
 
+// The same, written past the caches: a long range's weights are not read again before they have left them, and an
+// ordinary store would first read every line it overwrites.
+struct WeightBF16Stream {
+    using T = std::uint16_t;
+    static F round(F p, T* out) {
+        const I bits = off_tie(Simd::bits(p));
+        Simd::stream16(out, Simd::select(Simd::is_nan(p), Simd::seti(0x7FC0), bf16_code(bits)));
+        return Simd::floats(bits);
+    }
+};
+constexpr std::size_t kStreamFrom = 256 * 1024;  // elements of one thread's range
+
 // ---- the step of one vector ------------------------------------------------------------------------------------------
 
 struct Constants {
@@ -100,6 +112,10 @@ inline F adamw(F& p, F& m, F& v, F g, const Constants& c) {
     p = Simd::sub(p, Simd::mul(Simd::div(m, denominator), c.step_size));
     return root;
 }
+
+// Hardware prefetchers stop at every page and share few slots among a step's streams: asking 512 bytes ahead raised the
+// fp32 step from 0.84 to 0.93 of the streaming bandwidth (256 to 512 bytes are alike, 768 and more do not help).
+inline void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + 512); }
 
 template <class T> inline T* at(void* base, std::size_t i) { return static_cast<T*>(base) + i; }
 template <class T> inline const T* at(const void* base, std::size_t i) { return static_cast<const T*>(base) + i; }
@@ -134,7 +150,13 @@ void adamw_range(const Planes& planes, const Scalars& scalars, const Dither&, st
     const auto* g = at<typename G::T>(planes.grad, 0);
     auto* w = at<typename W::T>(planes.weight, 0);
     std::size_t i = begin;
-    for (; i + N <= end; i += N) adamw_vector<G, W>(p + i, m + i, v + i, g + i, w == nullptr ? nullptr : w + i, c);
+    for (; i + N <= end; i += N) {
+        prefetch(p + i);
+        prefetch(m + i);
+        prefetch(v + i);
+        prefetch(g + i);
+        adamw_vector<G, W>(p + i, m + i, v + i, g + i, w == nullptr ? nullptr : w + i, c);
+    }
     if (i < end) {
         const std::size_t rest = end - i;
         Tail<float, N> tp(p, i, rest), tm(m, i, rest), tv(v, i, rest);
@@ -146,6 +168,19 @@ void adamw_range(const Planes& planes, const Scalars& scalars, const Dither&, st
         tv.back(v, i, rest);
         tw.back(w, i, rest);
     }
+}
+
+template <class G>
+void adamw_bf16_range(const Planes& planes, const Scalars& scalars, const Dither& dither, std::size_t begin, std::size_t end) {
+    const auto where = reinterpret_cast<std::uintptr_t>(at<std::uint16_t>(planes.weight, begin));
+    if (Simd::kStreamAlign == 0 || end - begin < kStreamFrom || (where & (Simd::kStreamAlign - 1)) != 0) {
+        adamw_range<G, WeightBF16>(planes, scalars, dither, begin, end);
+        return;
+    }
+    const std::size_t whole = end - (end - begin) % N;
+    adamw_range<G, WeightBF16Stream>(planes, scalars, dither, begin, whole);
+    Simd::stream_end();
+    adamw_range<G, WeightBF16>(planes, scalars, dither, whole, end);
 }
 
 template <class W> void round_range(float* p, void* weight, std::size_t begin, std::size_t end) {
@@ -191,7 +226,14 @@ void split_range(const Planes& planes, const Scalars& scalars, const Dither&, st
     float *m = at<float>(planes.exp_avg, 0), *v = at<float>(planes.exp_avg_sq, 0);
     const auto* g = at<typename G::T>(planes.grad, 0);
     std::size_t i = begin;
-    for (; i + N <= end; i += N) split_vector<G>(w + i, r + i, m + i, v + i, g + i, c);
+    for (; i + N <= end; i += N) {
+        prefetch(w + i);
+        prefetch(r + i);
+        prefetch(m + i);
+        prefetch(v + i);
+        prefetch(g + i);
+        split_vector<G>(w + i, r + i, m + i, v + i, g + i, c);
+    }
     if (i < end) {
         const std::size_t rest = end - i;
         Tail<std::uint16_t, N> tw(w, i, rest);
@@ -357,7 +399,15 @@ void compact_range(const Planes& planes, const Scalars& scalars, const Dither& d
     const Constants c(scalars);
     const auto* g = at<typename G::T>(planes.grad, 0);
     std::size_t i = begin;
-    for (; i + kGroup <= end; i += kGroup) compact_group<G>(compact_planes(planes, i), g + i, c, dither);
+    for (; i + kGroup <= end; i += kGroup) {
+        const CompactPlanes x = compact_planes(planes, i);
+        prefetch(x.weight);
+        prefetch(x.remainder);
+        prefetch(x.exp_avg);
+        prefetch(x.exp_avg_sq);
+        prefetch(g + i);
+        compact_group<G>(x, g + i, c, dither);
+    }
     if (i < end) {
         const CompactPlanes x = compact_planes(planes, i);
         const CompactTail tail(x, end - i);
@@ -487,11 +537,11 @@ void stream_range(float* data, float factor, std::size_t begin, std::size_t end)
 constexpr KernelTable make_table(const char* name) {
     return {
         name,
-        {{adamw_range<F32, WeightF32>, adamw_range<F32, WeightBF16>, adamw_range<F32, WeightF16>,
+        {{adamw_range<F32, WeightF32>, adamw_bf16_range<F32>, adamw_range<F32, WeightF16>,
           adamw_range<F32, WeightNone>},
-         {adamw_range<BF16, WeightF32>, adamw_range<BF16, WeightBF16>, adamw_range<BF16, WeightF16>,
+         {adamw_range<BF16, WeightF32>, adamw_bf16_range<BF16>, adamw_range<BF16, WeightF16>,
           adamw_range<BF16, WeightNone>},
-         {adamw_range<F16, WeightF32>, adamw_range<F16, WeightBF16>, adamw_range<F16, WeightF16>,
+         {adamw_range<F16, WeightF32>, adamw_bf16_range<F16>, adamw_range<F16, WeightF16>,
           adamw_range<F16, WeightNone>}},
         {split_range<F32>, split_range<BF16>, split_range<F16>},
         {compact_range<F32>, compact_range<BF16>, compact_range<F16>},

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace {
@@ -63,6 +64,10 @@ struct Simd {
         return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
     }
     static void store16(std::uint16_t* p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack16(a)); }
+    // Past the caches; `p` must be a multiple of kStreamAlign.
+    static constexpr std::size_t kStreamAlign = 16;
+    static void stream16(std::uint16_t* p, I a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), pack16(a)); }
+    static void stream_end() { _mm_sfence(); }
     static void store8(std::uint8_t* p, I a) {
         const __m128i words = pack16(_mm256_and_si256(a, _mm256_set1_epi32(0xFF)));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));

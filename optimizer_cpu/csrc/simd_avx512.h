@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace {
@@ -61,6 +62,12 @@ struct Simd {
     static void store16(std::uint16_t* p, I a) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
     }
+    // Past the caches; `p` must be a multiple of kStreamAlign.
+    static constexpr std::size_t kStreamAlign = 32;
+    static void stream16(std::uint16_t* p, I a) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
+    }
+    static void stream_end() { _mm_sfence(); }
     static void store8(std::uint8_t* p, I a) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
     }

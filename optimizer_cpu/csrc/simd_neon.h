@@ -3,6 +3,7 @@
 
 #include <arm_neon.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -61,6 +62,9 @@ struct Simd {
         return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(p)))));
     }
     static void store16(std::uint16_t* p, I a) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(a))); }
+    static constexpr std::size_t kStreamAlign = 0;  // no such store
+    static void stream16(std::uint16_t* p, I a) { store16(p, a); }
+    static void stream_end() {}
     static void store8(std::uint8_t* p, I a) {
         const uint16x4_t words = vmovn_u32(vreinterpretq_u32_s32(a));
         const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));

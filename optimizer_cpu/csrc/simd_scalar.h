@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -60,6 +61,9 @@ struct Simd {
     static I load_u8(const std::uint8_t* p) { return *p; }
     static I load_s8(const std::int8_t* p) { return *p; }
     static void store16(std::uint16_t* p, I a) { *p = static_cast<std::uint16_t>(a & 0xFFFF); }
+    static constexpr std::size_t kStreamAlign = 0;  // no such store
+    static void stream16(std::uint16_t* p, I a) { store16(p, a); }
+    static void stream_end() {}
     static void store8(std::uint8_t* p, I a) { *p = static_cast<std::uint8_t>(a & 0xFF); }
 
     static F from_half(const std::uint16_t* p) {

@@ -1,5 +1,6 @@
 """Native kernels against the torch reference, bit for bit."""
 
+import itertools
 import math
 import random
 
@@ -122,7 +123,6 @@ def test_a_hundred_steps_with_varied_gradients(isa, fmt, weight_dtype, grad_dtyp
     assert_same(ours, want, isa)
 
 
-@pytest.mark.acceptance
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
 def test_long_ranges_threads_and_splits(isa, fmt, weight_dtype, grad_dtype):
@@ -151,7 +151,7 @@ def check_threads_and_splits(isa, fmt, weight_dtype, grad_dtype, numel, thread_c
     inner = {rng.randrange(numel // multiple) * multiple for _ in range(6)} | {0, multiple, numel}
     edges = sorted(inner)
     planes = get_format(fmt).planes(weight_dtype)
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         piece = {p.name: parts[p.name][p.slice_of(a, b)] for p in planes}
         run(isa, fmt, piece, grad[a:b], hyper(4))
     assert_same(parts, want, (isa, edges))
