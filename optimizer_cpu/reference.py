@@ -168,6 +168,26 @@ def adamw_(
             _round_range(master[part], weight[part])
 
 
+@torch.no_grad()
+def adamw_double_(*, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, hyper: AdamWHyper) -> None:
+    """The same step in fp64, for fp64 parameters: all tensors fp64, scalars not rounded."""
+    check_plane("master", master, (torch.float64,))
+    for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)):
+        check_plane(name, tensor, (torch.float64,), master)
+    for start in range(0, master.numel(), _RANGE):
+        p, m, v = (plane[start : start + _RANGE] for plane in (master, exp_avg, exp_avg_sq))
+        g = grad[start : start + _RANGE].clone()
+        if not hyper.decoupled:
+            g.add_(p * hyper.weight_decay)
+        else:
+            p.mul_(1.0 - hyper.lr * hyper.weight_decay)
+        m.mul_(hyper.beta1).add_(g * (1.0 - hyper.beta1))
+        v.mul_(hyper.beta2).add_((g * (1.0 - hyper.beta2)).mul_(g))
+        root_scale = 1.0 / math.sqrt(1.0 - hyper.beta2**hyper.step)
+        denominator = v.sqrt().mul_(root_scale).add_(hyper.eps)
+        p.sub_((m / denominator).mul_(hyper.lr / (1.0 - hyper.beta1**hyper.step)))
+
+
 def _round_range(p: Tensor, weight: Tensor) -> None:
     if weight.dtype == torch.float32:
         weight.copy_(p)

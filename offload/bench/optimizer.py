@@ -1,12 +1,13 @@
 """How fast the CPU optimizer runs, against the memory bandwidth of this machine and against other implementations.
 
-All cases run in one process, interleaved: every round times the streaming yardstick (each element of a large fp32 buffer
-read and written once, in place) right before each case, so noise from other processes meets both alike. Reported are
-medians over rounds; `fraction_of_stream` is the median of the per-round ratios.
+All cases run in one process, interleaved: every round times the streaming yardstick (each element of a large fp32
+buffer read and written once, in place) right before each case, so noise from other processes meets both alike. Reported
+are medians over rounds; `fraction_of_stream` is the median of the per-round ratios.
 """
 
 from __future__ import annotations
 
+import importlib
 import json as json_module
 import statistics
 import time
@@ -22,7 +23,6 @@ from optimizer_cpu.reference import AdamWHyper
 
 DEFAULT_ELEMENTS = 32 * 1024 * 1024
 DEFAULT_ROUNDS = 15
-_HYPER = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,10 @@ def traffic(state_format: str, weight_dtype: torch.dtype, grad_dtype: torch.dtyp
     return states + weight_dtype.itemsize * (2 if reads_weight else 1) + grad_dtype.itemsize
 
 
+def _hyper(step: int) -> AdamWHyper:
+    return AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=step)
+
+
 def _grad(elements: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     part = torch.randn(min(elements, 1 << 20), generator=generator).mul_(1e-2).to(dtype)
@@ -78,7 +82,7 @@ def _ours(state_format: str, grad_dtype: torch.dtype, threads: int, elements: in
 
     def call(step: int) -> None:
         kernels.set_threads(threads)
-        kernels.step_(state_format, planes, grad=grad, hyper=AdamWHyper(**_HYPER, step=step))
+        kernels.step_(state_format, planes, grad=grad, hyper=_hyper(step))
 
     return _Case(
         name="offload",
@@ -123,9 +127,8 @@ def _torch_fused(parameter: torch.nn.Parameter) -> Any:
 
 
 def _deepspeed(parameter: torch.nn.Parameter) -> Any:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.01, adamw_mode=True)
+    optimizer = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    return optimizer([parameter], lr=1e-4, weight_decay=0.01, adamw_mode=True)
 
 
 def _stream(elements: int, threads: int) -> Callable[[], float]:
@@ -173,8 +176,8 @@ def measure(
     """Measure and return the report: `stream_bytes_per_s`, `isa`, `threads`, `results`, `notes`.
 
     `elements` parameters per case (planes should be far larger than the last-level cache), `rounds` interleaved
-    repetitions, `threads` for the multi-threaded cases (None: the kernels' default). `quick` measures bf16 gradients and
-    one thread count only.
+    repetitions, `threads` for the multi-threaded cases (None: the kernels' default). `quick` measures bf16 gradients
+    and one thread count only.
     """
     before = torch.get_num_threads()
     count = kernels.get_threads() if threads is None else threads
