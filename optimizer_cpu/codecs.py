@@ -6,6 +6,8 @@ values. Native kernels must give the same codes. All functions take 1-D tensors 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -65,20 +67,35 @@ def split_step_(
         split_encode_(p, weight[part], remainder[part])
 
 
-def dither(step: int | None, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounding offsets (master, exp_avg, exp_avg_sq) for the 32 positions of a group: int32 `[32]` each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dither:
+    """Rounding offsets for the 32 positions of a group, int32 `[32]` each.
 
-    For a step they come from low-discrepancy sequences in (position, step), so that over steps each code is rounded up
-    as often as its remainder says; None rounds to nearest.
+    `tie` is added to a rounded master that has no code: one step down or up.
     """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    tie: Tensor
+
+
+def dither(step: int | None, device: torch.device) -> Dither:
+    """Offsets for a step, from low-discrepancy sequences in (position, step); None rounds to nearest.
+
+    Over steps each value is rounded up as often as the part that is cut off says, so small changes are not lost.
+    """
+    positions = range(GROUP)
     if step is None:
-        halves = (1 << 7, 1 << 18, 1 << 17)
-        return tuple(torch.full((GROUP,), half, dtype=torch.int32, device=device) for half in halves)  # type: ignore[return-value]
-    mask = 0xFFFFFFFF
-    master = [((i * _B + step * _A) & mask) >> 24 for i in range(GROUP)]
-    moment = [((i * _C + step * _B) & mask) >> 13 for i in range(GROUP)]
-    root = [((i * _A + step * _C) & mask) >> 14 for i in range(GROUP)]
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (master, moment, root))  # type: ignore[return-value]
+        master, moment, root = [1 << 7] * GROUP, [1 << 18] * GROUP, [1 << 17] * GROUP
+    else:
+        mask = 0xFFFFFFFF
+        master = [((i * _B + step * _A) & mask) >> 24 for i in positions]
+        moment = [((i * _C + step * _B) & mask) >> 13 for i in positions]
+        root = [((i * _A + step * _C) & mask) >> 14 for i in positions]
+    tie = [0x100 if offset > 1 << 18 else -0x100 for offset in moment]
+    values = (torch.tensor(x, dtype=torch.int32, device=device) for x in (master, moment, root, tie))
+    return Dither(**dict(zip(("master", "exp_avg", "exp_avg_sq", "tie"), values, strict=True)))
 
 
 def _grouped(plane: Tensor) -> Tensor:
@@ -112,11 +129,14 @@ def _decode_root(code: Tensor, scale: Tensor) -> Tensor:
     return torch.where(x == 0, x, bits).view(torch.float32)
 
 
-def _encode_master_(p: Tensor, offset: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    bits = (p.view(torch.int32) + offset) & ~0xFF
+def _encode_master_(p: Tensor, offsets: Dither, weight: Tensor, remainder: Tensor) -> None:
+    bits = (p.view(torch.int32) + offsets.master) & ~0xFF
+    # A tie under an even high half would need the remainder +128. Always moving it to one side would be a wall that
+    # small updates cannot cross; the dither moves it to either side.
+    bits = torch.where((bits & 0x1FFFF) == 0x8000, bits + offsets.tie, bits)
     bits = bits.masked_fill_(p != p, _QUIET_NAN)
     code = _bf16_code(bits)
-    rest = ((bits - (code << 16)) >> 8).clamp_(max=127)
+    rest = (bits - (code << 16)) >> 8
     count = weight.numel()
     weight.view(torch.int16).copy_(code.view(-1)[:count].to(torch.int16))
     remainder.copy_(rest.view(-1)[:count].to(torch.int8))
@@ -176,9 +196,9 @@ def compact_step_(
         raw = _grouped(grad[part]).to(torch.float32) * scalars.grad_scale
         root = adamw_elements_(p, m, root * root, _bounded(raw), scalars)
         p.add_(raw * 0.0)  # a non-finite gradient marks the parameter
-        _encode_master_(p, offsets[0], weight[part], remainder[part])
-        _encode_moment_(m, offsets[1], exp_avg[part], exp_avg_scale[groups])
-        _encode_root_(root, offsets[2], exp_avg_sq[part], exp_avg_sq_scale[groups])
+        _encode_master_(p, offsets, weight[part], remainder[part])
+        _encode_moment_(m, offsets.exp_avg, exp_avg[part], exp_avg_scale[groups])
+        _encode_root_(root, offsets.exp_avg_sq, exp_avg_sq[part], exp_avg_sq_scale[groups])
 
 
 @torch.no_grad()
@@ -202,9 +222,9 @@ def compact_encode_(
         root = sqrt_f32(_grouped(exp_avg_sq[part]))
         root = torch.where(root < GRAD_LIMIT, root, GRAD_LIMIT)  # NaN: the upper bound, never a small variance
         root = torch.where(root > 0.0, root, 0.0)
-        _encode_master_(_grouped(master[part]), offsets[0], weight[part], remainder[part])
-        _encode_moment_(_bounded(_grouped(exp_avg[part])), offsets[1], avg_code[part], avg_scale[groups])
-        _encode_root_(root, offsets[2], sq_code[part], sq_scale[groups])
+        _encode_master_(_grouped(master[part]), offsets, weight[part], remainder[part])
+        _encode_moment_(_bounded(_grouped(exp_avg[part])), offsets.exp_avg, avg_code[part], avg_scale[groups])
+        _encode_root_(root, offsets.exp_avg_sq, sq_code[part], sq_scale[groups])
 
 
 @torch.no_grad()

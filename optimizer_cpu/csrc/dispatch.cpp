@@ -59,6 +59,7 @@ Dither dither_of_step(std::uint32_t step) {
         dither.master[i] = static_cast<std::int32_t>((i * b + step * a) >> 24);
         dither.exp_avg[i] = static_cast<std::int32_t>((i * c + step * b) >> 13);
         dither.exp_avg_sq[i] = static_cast<std::int32_t>((i * a + step * c) >> 14);
+        dither.tie[i] = dither.exp_avg[i] > (1 << 18) ? 0x100 : -0x100;
     }
     return dither;
 }
@@ -69,6 +70,7 @@ Dither dither_nearest() {
         dither.master[i] = 1 << 7;
         dither.exp_avg[i] = 1 << 18;
         dither.exp_avg_sq[i] = 1 << 17;
+        dither.tie[i] = -0x100;
     }
     return dither;
 }

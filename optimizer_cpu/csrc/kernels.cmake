@@ -22,7 +22,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set_source_files_properties("${OPTIMIZER_CPU_CSRC}/isa_avx2.cpp" PROPERTIES COMPILE_OPTIONS "-mavx2;-mf16c")
   # GCC's own AVX-512 headers read an undefined register on purpose and trip its warning.
   set_source_files_properties("${OPTIMIZER_CPU_CSRC}/isa_avx512.cpp" PROPERTIES
-    COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-Wno-maybe-uninitialized;-Wno-uninitialized")
+    COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>;$<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized>")
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
   target_sources(optimizer_cpu_kernels PRIVATE "${OPTIMIZER_CPU_CSRC}/isa_neon.cpp")
   target_compile_definitions(optimizer_cpu_kernels PUBLIC OPTIMIZER_CPU_NEON)

@@ -21,6 +21,7 @@ struct Scalars {
 // Rounding offsets of `compact` for the 32 positions of a group, see docs/state_formats.md.
 struct Dither {
     std::int32_t master[kGroup], exp_avg[kGroup], exp_avg_sq[kGroup];
+    std::int32_t tie[kGroup];  // added where a rounded master is the tie that has no code: one step down or up
 };
 
 // Planes of a range. What each pointer holds depends on the kernel; unused ones are null.

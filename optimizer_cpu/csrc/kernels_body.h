@@ -304,14 +304,16 @@ inline F compact_root(const std::uint8_t* code, I base) {
     return Simd::floats(Simd::select(Simd::equal(x, Simd::seti(0)), x, bits));
 }
 
-inline void compact_store_master(F p, I dither, std::uint16_t* w, std::uint8_t* r) {
-    const I bits = Simd::andi(Simd::addi(Simd::bits(p), dither), Simd::seti(~0xFF));
-    const auto nan = Simd::is_nan(p);
-    const I kept = Simd::select(nan, Simd::seti(0x7FC00000), bits);
+// A tie under an even high half would need the remainder +128. Always moving it to one side would be a wall that small
+// updates cannot cross; the dither moves it to either side.
+inline void compact_store_master(F p, const Dither& dither, std::size_t i, std::uint16_t* w, std::uint8_t* r) {
+    const I bits = Simd::andi(Simd::addi(Simd::bits(p), Simd::loadi(dither.master + i)), Simd::seti(~0xFF));
+    const auto tie = Simd::equal(Simd::andi(bits, Simd::seti(0x1FFFF)), Simd::seti(0x8000));
+    const I moved = Simd::select(tie, Simd::addi(bits, Simd::loadi(dither.tie + i)), bits);
+    const I kept = Simd::select(Simd::is_nan(p), Simd::seti(0x7FC00000), moved);
     const I code = bf16_code(kept);
     Simd::store16(w, code);
-    const I remainder = Simd::template sra<8>(Simd::subi(kept, Simd::template sll<16>(code)));
-    Simd::store8(r, Simd::mini(remainder, Simd::seti(127)));
+    Simd::store8(r, Simd::template srl<8>(kept));  // kept - (code << 16) in units of 256, in 8-bit wrap-around
 }
 
 // Rounded magnitudes of one vector of moments, waiting for the group's maximum.
@@ -363,8 +365,7 @@ inline void compact_group(const CompactPlanes& x, const typename G::T* g, const 
         const F bounded = Simd::min_number(Simd::max_number(raw, low), high);
         const F root = adamw(p, m, v, bounded, c);
         p = Simd::add(p, Simd::mul(raw, zero));  // a non-finite gradient marks the parameter
-        compact_store_master(p, Simd::loadi(dither.master + i), x.weight + i,
-                             reinterpret_cast<std::uint8_t*>(x.remainder + i));
+        compact_store_master(p, dither, i, x.weight + i, reinterpret_cast<std::uint8_t*>(x.remainder + i));
         rounded[k] = compact_round(m, root, Simd::loadi(dither.exp_avg + i), Simd::loadi(dither.exp_avg_sq + i));
     }
     compact_store_moments(rounded, x);
@@ -427,7 +428,7 @@ void compact_encode_range(const Planes& planes, const Decoded& d, const Dither& 
         Rounded rounded[kVectors];
         for (int k = 0; k < kVectors; ++k) {
             const std::size_t j = static_cast<std::size_t>(k) * N;
-            compact_store_master(Simd::load(p.data + j), Simd::loadi(dither.master + j), codes.weight.data + j,
+            compact_store_master(Simd::load(p.data + j), dither, j, codes.weight.data + j,
                                  reinterpret_cast<std::uint8_t*>(codes.remainder.data + j));
             const F moment = Simd::min_number(Simd::max_number(Simd::load(m.data + j), low), high);
             // In this order a NaN becomes the upper bound: it must not read as a small variance. -0 becomes +0.

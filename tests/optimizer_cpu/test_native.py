@@ -274,5 +274,8 @@ def test_flushing_denormals_elsewhere_does_not_reach_the_kernels(isa):
 
 def test_dither_of_the_reference_spans_its_range():
     for step in (1, 2, 1000, 2**40 + 3):
-        for offsets, limit in zip(codecs.dither(step, torch.device("cpu")), (1 << 8, 1 << 19, 1 << 18), strict=True):
+        offset = codecs.dither(step, torch.device("cpu"))
+        pairs = ((offset.master, 1 << 8), (offset.exp_avg, 1 << 19), (offset.exp_avg_sq, 1 << 18))
+        assert set(offset.tie.tolist()) == {-256, 256}
+        for offsets, limit in pairs:
             assert offsets.min() >= 0 and offsets.max() < limit and offsets.unique().numel() > 20
