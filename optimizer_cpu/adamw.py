@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from optimizer_cpu import kernels
+from optimizer_cpu import kernels, staging
 from optimizer_cpu.formats import StateFormat, get_format
 from optimizer_cpu.reference import AdamWHyper, adamw_double_
-from optimizer_cpu.staging import HostMirror
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -73,7 +72,7 @@ class CPUAdamW(torch.optim.Optimizer):
             "state_format": state_format,
         }
         _check_options(defaults)
-        self._mirrors: dict[Tensor, HostMirror] = {}
+        self._mirrors: dict[Tensor, staging.HostMirror] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -92,12 +91,12 @@ class CPUAdamW(torch.optim.Optimizer):
         for parameter in group["params"]:
             self._mirror(parameter)
 
-    def _mirror(self, parameter: Tensor) -> HostMirror | None:
+    def _mirror(self, parameter: Tensor) -> staging.HostMirror | None:
         """Staging of a parameter that is not in host memory."""
-        if parameter.device.type == "cpu":
+        if not staging.needs_mirror(parameter):
             return None
         if parameter not in self._mirrors:
-            self._mirrors[parameter] = HostMirror(parameter)
+            self._mirrors[parameter] = staging.HostMirror(parameter)
         return self._mirrors[parameter]
 
     def close(self) -> None:

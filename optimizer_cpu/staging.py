@@ -39,6 +39,11 @@ def _unregister(runtime: Any, address: int, pages: mmap.mmap) -> None:
     runtime.cudaHostUnregister(address)
 
 
+def needs_mirror(parameter: Tensor) -> bool:
+    """True for parameters that the CPU cannot address."""
+    return parameter.device.type != "cpu"
+
+
 class HostMirror:
     """The gradient and the weight of one accelerator parameter in host memory.
 
