@@ -174,8 +174,9 @@ class CPUAdamW(torch.optim.Optimizer):
             kernels.step_(fmt.name, planes, grad=flat_grad, hyper=hyper)
         if mirror is not None:
             mirror.send()
-        # Kernels write through addresses: autograd must still see that a saved parameter is no longer what it was.
-        torch.autograd.graph.increment_version(parameter)
+        # Kernels write through addresses: autograd must still see that a saved parameter is no longer what it was. An
+        # in-place operation on an empty view moves the version counter that the view shares.
+        parameter.view(-1)[:0].zero_()
         state[_VERSION] = parameter._version
 
     # ---- state_dict --------------------------------------------------------------------------------------------------
