@@ -60,7 +60,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    planes = [plane for state in optimizer.state.values() for plane in state.values() if isinstance(plane, torch.Tensor)]
+    planes = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     kept = sum(plane.numel() * plane.element_size() for plane in planes)
     numel = sum(p.numel() for p in model.parameters())
     print(f"held-out loss after {arguments.steps} steps: {evaluate(model, data):.3f}")
