@@ -4,7 +4,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 
-.PHONY: run test acceptance clean
+NATIVE := CMakeLists.txt $(wildcard optimizer_cpu/csrc/*)
+
+.PHONY: run test acceptance sanitize clean
 
 # Train the built-in example: parameters, gradients and optimizer states in swap files.
 run: $(STAMP)-run
@@ -18,6 +20,15 @@ test: $(STAMP)-test
 acceptance: $(STAMP)-test
 	$(BIN)/python -m pytest -m "acceptance and not gpu" --timeout 3600
 
+# The native kernels and their thread pool without Python, under AddressSanitizer + UBSan and under ThreadSanitizer.
+sanitize:
+	for kind in address,undefined thread; do \
+	  build="build/sanitize-$${kind%%,*}"; \
+	  cmake -S optimizer_cpu/csrc -B "$$build" -DSANITIZE="$$kind" -DCMAKE_BUILD_TYPE=Release && \
+	  cmake --build "$$build" && \
+	  ctest --test-dir "$$build" --output-on-failure || exit 1; \
+	done
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -26,10 +37,10 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP)-run: pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP)-run: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP) install -q -c constraints.txt -e .
 	touch $@
 
-$(STAMP)-test: pyproject.toml constraints.txt | $(BIN)/python
+$(STAMP)-test: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP) install -q -c constraints.txt -e '.[test,hf]'
 	touch $@ $(STAMP)-run

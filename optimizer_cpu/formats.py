@@ -92,7 +92,34 @@ FP32 = StateFormat(
     plane_rule=_fp32_planes,
 )
 
-_FORMATS: dict[str, StateFormat] = {FP32.name: FP32}
+GROUP = 32
+"""Elements that share the scales of `compact`; blocks and parameter alignment are multiples of it."""
+
+
+def _split_planes(weight_dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
+    return (
+        PlaneSpec(name="weight", dtype=weight_dtype),
+        PlaneSpec(name="remainder", dtype=torch.int16),
+        PlaneSpec(name="exp_avg", dtype=torch.float32),
+        PlaneSpec(name="exp_avg_sq", dtype=torch.float32),
+    )
+
+
+def _compact_planes(weight_dtype: torch.dtype) -> tuple[PlaneSpec, ...]:
+    return (
+        PlaneSpec(name="weight", dtype=weight_dtype),
+        PlaneSpec(name="remainder", dtype=torch.int8),
+        PlaneSpec(name="exp_avg", dtype=torch.int8),
+        PlaneSpec(name="exp_avg_sq", dtype=torch.uint8),
+        PlaneSpec(name="exp_avg_scale", dtype=torch.bfloat16, group=GROUP),
+        PlaneSpec(name="exp_avg_sq_scale", dtype=torch.bfloat16, group=GROUP),
+    )
+
+
+SPLIT = StateFormat(name="split", weight_dtypes=(torch.bfloat16,), range_multiple=1, plane_rule=_split_planes)
+COMPACT = StateFormat(name="compact", weight_dtypes=(torch.bfloat16,), range_multiple=GROUP, plane_rule=_compact_planes)
+
+_FORMATS: dict[str, StateFormat] = {fmt.name: fmt for fmt in (FP32, SPLIT, COMPACT)}
 
 
 def format_names() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 Algorithm of one AdamW step on a range of a shard:
 
 1. Scalars are computed in Python (double precision) and rounded once to fp32 (`AdamWScalars`).
-2. Every element goes through the operations of `_adamw_range`, each of them one IEEE fp32 +, -, *, / or sqrt,
+2. Every element goes through the operations of `adamw_elements_`, each of them one IEEE fp32 +, -, *, / or sqrt,
    rounded to nearest even, in the order written there; nothing is fused or reassociated.
 3. Where the weight plane is bf16 the new master is moved off exact ties and the weight is its rounding
    (`round_weight_`).
@@ -112,24 +112,26 @@ def sqrt_f32(x: Tensor) -> Tensor:
     return x.to(torch.float64).sqrt_().to(torch.float32)
 
 
-def _adamw_range(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, s: AdamWScalars) -> None:
-    """The contract, element by element on fp32 `p`, `m`, `v` of one length; updates them in place.
+def adamw_elements_(p: Tensor, m: Tensor, v: Tensor, g: Tensor, s: AdamWScalars) -> Tensor:
+    """The contract, element by element on fp32 tensors; updates `p`, `m`, `v` in place and may overwrite `g`.
 
-    g = fp32(grad) * grad_scale
+    `g` is fp32(gradient) * grad_scale, a temporary of the caller. Returns sqrt of the new `v`.
+
     g = g + p * l2                                  (only where l2 != 0)
     p = p * decay
     m = m * beta1 + g * (1 - beta1)
     v = v * beta2 + (g * (1 - beta2)) * g
     p = p - (m / (sqrt(v) * root_scale + eps)) * step_size
     """
-    g = grad.to(torch.float32) * s.grad_scale
     if s.l2 != 0.0:
         g.add_(p * s.l2)
     p.mul_(s.decay)
     m.mul_(s.beta1).add_(g * s.one_minus_beta1)
     v.mul_(s.beta2).add_((g * s.one_minus_beta2).mul_(g))
-    denominator = sqrt_f32(v).mul_(s.root_scale).add_(s.eps)
+    root = sqrt_f32(v)
+    denominator = (root * s.root_scale).add_(s.eps)
     p.sub_((m / denominator).mul_(s.step_size))
+    return root
 
 
 @torch.no_grad()
@@ -160,9 +162,30 @@ def adamw_(
     scalars = AdamWScalars.of(hyper, grad_scale)
     for start in range(0, master.numel(), _RANGE):
         part = slice(start, start + _RANGE)
-        _adamw_range(master[part], exp_avg[part], exp_avg_sq[part], grad[part], scalars)
+        g = grad[part].to(torch.float32) * scalars.grad_scale
+        adamw_elements_(master[part], exp_avg[part], exp_avg_sq[part], g, scalars)
         if weight is not None:
             _round_range(master[part], weight[part])
+
+
+@torch.no_grad()
+def adamw_double_(*, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, hyper: AdamWHyper) -> None:
+    """The same step in fp64, for fp64 parameters: all tensors fp64, scalars not rounded."""
+    check_plane("master", master, (torch.float64,))
+    for name, tensor in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("grad", grad)):
+        check_plane(name, tensor, (torch.float64,), master)
+    for start in range(0, master.numel(), _RANGE):
+        p, m, v = (plane[start : start + _RANGE] for plane in (master, exp_avg, exp_avg_sq))
+        g = grad[start : start + _RANGE].clone()
+        if not hyper.decoupled:
+            g.add_(p * hyper.weight_decay)
+        else:
+            p.mul_(1.0 - hyper.lr * hyper.weight_decay)
+        m.mul_(hyper.beta1).add_(g * (1.0 - hyper.beta1))
+        v.mul_(hyper.beta2).add_((g * (1.0 - hyper.beta2)).mul_(g))
+        root_scale = 1.0 / math.sqrt(1.0 - hyper.beta2**hyper.step)
+        denominator = v.sqrt().mul_(root_scale).add_(hyper.eps)
+        p.sub_((m / denominator).mul_(hyper.lr / (1.0 - hyper.beta1**hyper.step)))
 
 
 def _round_range(p: Tensor, weight: Tensor) -> None:

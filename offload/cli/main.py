@@ -7,6 +7,7 @@ import platform
 
 import click
 
+from offload.cli.bench import bench_group
 from offload.cli.clean import clean_command
 from offload.cli.train import train_command
 
@@ -34,4 +35,5 @@ def _version_of(distribution: str) -> str:
 
 
 main.add_command(train_command)
+main.add_command(bench_group)
 main.add_command(clean_command)

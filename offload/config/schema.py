@@ -80,7 +80,7 @@ class OptimizerConfig(Section):
     betas: Betas = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.01
-    state_format: Literal["fp32"] = "fp32"
+    state_format: Literal["fp32", "split", "compact"] = "fp32"
     max_grad_norm: OrNone[Positive] = None
     """Largest global gradient norm; no clipping when unset."""
     check_finite: bool = True

@@ -1,0 +1,134 @@
+// Python binding: raw addresses and sizes only. Python has checked every tensor before (optimizer_cpu/_checks.py).
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "dispatch.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+
+namespace optimizer_cpu {
+namespace {
+
+using Address = std::uintptr_t;
+using ScalarValues = std::array<float, 10>;  // in the order of reference.AdamWScalars
+
+template <class T = void> T* pointer(Address address) { return reinterpret_cast<T*>(address); }
+
+Scalars scalars_of(const ScalarValues& x) { return {x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9]}; }
+
+void check_index(const char* what, int value, int limit) {
+    if (value < 0 || value >= limit) throw std::invalid_argument(std::string("unknown code of ") + what);
+}
+
+// weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad
+using PlaneAddresses = std::array<Address, 7>;
+
+Planes planes_of(const PlaneAddresses& a) {
+    Planes planes;
+    planes.weight = pointer(a[0]);
+    planes.master = pointer(a[1]);
+    planes.exp_avg = pointer(a[2]);
+    planes.exp_avg_sq = pointer(a[3]);
+    planes.exp_avg_scale = pointer(a[4]);
+    planes.exp_avg_sq_scale = pointer(a[5]);
+    planes.grad = pointer(a[6]);
+    return planes;
+}
+
+// `format`: 0 fp32, 1 split, 2 compact.
+void step(const std::string& isa, int format, int grad_type, int weight_type, const PlaneAddresses& addresses,
+          const ScalarValues& values, std::uint32_t step_number, std::size_t elements, int threads) {
+    check_index("format", format, 3);
+    check_index("gradient dtype", grad_type, kGradTypes);
+    check_index("weight dtype", weight_type, kWeightTypes);
+    const KernelTable& table = table_of(isa);
+    const StepFn kernel = format == 0   ? table.adamw[grad_type][weight_type]
+                          : format == 1 ? table.split[grad_type]
+                                        : table.compact[grad_type];
+    const Planes planes = planes_of(addresses);
+    const Scalars scalars = scalars_of(values);
+    const Dither dither = dither_of_step(step_number);
+    parallel_ranges(process_pool(), elements, kBlock, threads, [&](int, std::size_t begin, std::size_t end) {
+        kernel(planes, scalars, dither, begin, end);
+    });
+}
+
+void convert(const std::string& isa, int format, bool encode, const PlaneAddresses& addresses,
+             const std::array<Address, 3>& decoded, std::size_t elements, int threads) {
+    check_index("format", format - 1, 2);
+    const KernelTable& table = table_of(isa);
+    const ConvertFn kernel = format == 1 ? (encode ? table.split_encode : table.split_decode)
+                                         : (encode ? table.compact_encode : table.compact_decode);
+    const Planes planes = planes_of(addresses);
+    const Decoded target{pointer<float>(decoded[0]), pointer<float>(decoded[1]), pointer<float>(decoded[2])};
+    const Dither dither = dither_nearest();
+    parallel_ranges(process_pool(), elements, kBlock, threads, [&](int, std::size_t begin, std::size_t end) {
+        kernel(planes, target, dither, begin, end);
+    });
+}
+
+void round_weight(const std::string& isa, int weight_type, Address master, Address weight, std::size_t elements,
+                  int threads) {
+    check_index("weight dtype", weight_type, kGradTypes);
+    const RoundFn kernel = table_of(isa).round_weight[weight_type];
+    parallel_ranges(process_pool(), elements, kBlock, threads, [&](int, std::size_t begin, std::size_t end) {
+        kernel(pointer<float>(master), pointer(weight), begin, end);
+    });
+}
+
+// Index of the first non-finite element, or -1.
+std::int64_t square_sums(const std::string& isa, int grad_type, Address grad, Address partials, std::size_t elements,
+                         int threads) {
+    check_index("gradient dtype", grad_type, kGradTypes);
+    const SquareSumsFn kernel = table_of(isa).square_sums[grad_type];
+    std::vector<std::size_t> first(static_cast<std::size_t>(std::max(threads, 1)), elements);
+    parallel_ranges(process_pool(), elements, kBlock, threads, [&](int part, std::size_t begin, std::size_t end) {
+        const std::size_t bad = kernel(pointer(grad), pointer<double>(partials), begin, end);
+        if (bad != end) first[static_cast<std::size_t>(part)] = bad;
+    });
+    const std::size_t bad = *std::min_element(first.begin(), first.end());
+    return bad == elements ? -1 : static_cast<std::int64_t>(bad);
+}
+
+void accumulate(const std::string& isa, int grad_type, Address acc, Address contribution, std::size_t elements,
+                int threads) {
+    check_index("gradient dtype", grad_type, kGradTypes);
+    const AccumulateFn kernel = table_of(isa).accumulate[grad_type];
+    parallel_ranges(process_pool(), elements, kBlock, threads, [&](int, std::size_t begin, std::size_t end) {
+        kernel(pointer<float>(acc), pointer(contribution), begin, end);
+    });
+}
+
+void stream(const std::string& isa, Address data, float factor, std::size_t elements, int threads) {
+    const StreamFn kernel = table_of(isa).stream;
+    parallel_ranges(process_pool(), elements, kBlock, threads, [&](int, std::size_t begin, std::size_t end) {
+        kernel(pointer<float>(data), factor, begin, end);
+    });
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    using Release = nb::call_guard<nb::gil_scoped_release>;
+    m.attr("interface") = 1;  // optimizer_cpu/native.py refuses another number
+    m.def("compiled_isas", &compiled_isas);
+    m.def("supported_isas", &supported_isas);
+    m.def("workers", [] { return process_pool().workers(); });
+    m.def("step", &step, Release());
+    m.def("convert", &convert, Release());
+    m.def("round_weight", &round_weight, Release());
+    m.def("square_sums", &square_sums, Release());
+    m.def("accumulate", &accumulate, Release());
+    m.def("stream", &stream, Release());
+}
+
+}  // namespace optimizer_cpu

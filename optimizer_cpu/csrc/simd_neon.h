@@ -1,0 +1,95 @@
+// 4 fp32 lanes: AArch64 Advanced SIMD, which every such processor has.
+#pragma once
+
+#include <arm_neon.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+struct Simd {
+    using F = float32x4_t;
+    using I = int32x4_t;
+    using M = uint32x4_t;
+    using D = float64x2_t;
+    static constexpr int N = 4;
+    static constexpr int ND = 2;
+    static constexpr int kSumVectors = 8;
+
+    static I bits(F x) { return vreinterpretq_s32_f32(x); }
+    static F floats(I i) { return vreinterpretq_f32_s32(i); }
+    static F load(const float* p) { return vld1q_f32(p); }
+    static void store(float* p, F x) { vst1q_f32(p, x); }
+    static F set(float x) { return vdupq_n_f32(x); }
+    static I seti(std::int32_t x) { return vdupq_n_s32(x); }
+    static I loadi(const std::int32_t* p) { return vld1q_s32(p); }
+
+    static F add(F a, F b) { return vaddq_f32(a, b); }
+    static F sub(F a, F b) { return vsubq_f32(a, b); }
+    static F mul(F a, F b) { return vmulq_f32(a, b); }
+    static F div(F a, F b) { return vdivq_f32(a, b); }
+    static F sqrt(F a) { return vsqrtq_f32(a); }
+    static F max_number(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b where a is NaN
+    static F min_number(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+
+    static I addi(I a, I b) { return vaddq_s32(a, b); }
+    static I subi(I a, I b) { return vsubq_s32(a, b); }
+    static I andi(I a, I b) { return vandq_s32(a, b); }
+    static I ori(I a, I b) { return vorrq_s32(a, b); }
+    static I mini(I a, I b) { return vminq_s32(a, b); }
+    static I maxi(I a, I b) { return vmaxq_s32(a, b); }
+    template <int S> static I sll(I a) { return vshlq_n_s32(a, S); }
+    template <int S> static I srl(I a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), S)); }
+    template <int S> static I sra(I a) { return vshrq_n_s32(a, S); }
+
+    static M is_nan(F a) { return vmvnq_u32(vceqq_f32(a, a)); }
+    static M equal(I a, I b) { return vceqq_s32(a, b); }
+    static I select(M m, I a, I b) { return vbslq_s32(m, a, b); }
+
+    static I load_u16(const std::uint16_t* p) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(p))); }
+    static I load_s16(const std::int16_t* p) { return vmovl_s16(vld1_s16(p)); }
+    static uint8x8_t four_bytes(const void* p) {
+        std::uint32_t word;
+        std::memcpy(&word, p, sizeof word);
+        return vreinterpret_u8_u32(vdup_n_u32(word));
+    }
+    static I load_u8(const std::uint8_t* p) {
+        return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p)))));
+    }
+    static I load_s8(const std::int8_t* p) {
+        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(p)))));
+    }
+    static void store16(std::uint16_t* p, I a) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(a))); }
+    static constexpr std::size_t kStreamAlign = 0;  // no such store
+    static void stream16(std::uint16_t* p, I a) { store16(p, a); }
+    static void stream_end() {}
+    static void store8(std::uint8_t* p, I a) {
+        const uint16x4_t words = vmovn_u32(vreinterpretq_u32_s32(a));
+        const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+        const std::uint32_t word = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+        std::memcpy(p, &word, sizeof word);
+    }
+
+    static F from_half(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+    static I to_half(F x) { return vreinterpretq_s32_u32(vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(x)))); }
+
+    static I max_halves(I a, I b) {
+        return vreinterpretq_s32_u16(vmaxq_u16(vreinterpretq_u16_s32(a), vreinterpretq_u16_s32(b)));
+    }
+    static std::uint32_t reduce_max_halves(I a) {
+        const uint16x8_t x = vreinterpretq_u16_s32(a);
+        const uint16x4_t y = vmax_u16(vget_low_u16(x), vget_high_u16(x));
+        const uint16x4_t z = vmax_u16(y, vreinterpret_u16_u32(vrev64_u32(vreinterpret_u32_u16(y))));
+        return vget_lane_u32(vreinterpret_u32_u16(z), 0);
+    }
+
+    static D zero_d() { return vdupq_n_f64(0.0); }
+    static D low_d(F a) { return vcvt_f64_f32(vget_low_f32(a)); }
+    static D high_d(F a) { return vcvt_high_f64_f32(a); }
+    static D add_square(D sum, D x) { return vaddq_f64(sum, vmulq_f64(x, x)); }
+    static void store_d(double* p, D a) { vst1q_f64(p, a); }
+};
+
+}  // namespace

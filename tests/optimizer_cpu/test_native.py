@@ -1,0 +1,281 @@
+"""Native kernels against the torch reference, bit for bit."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from optimizer_cpu import codecs, kernels, native, reference
+from optimizer_cpu.formats import format_names, get_format
+from optimizer_cpu.reference import AdamWHyper
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = [*range(0, 68), 511, 512, 513, 4095, 4096, 4097]
+LONG = 1_000_003
+
+try:
+    _module = native._import()
+    ISAS = _module.supported_isas()
+except ImportError:
+    ISAS = []
+pytestmark = pytest.mark.skipif(not ISAS, reason="native kernels are not built")
+
+
+@pytest.fixture(autouse=True)
+def restore():
+    yield
+    native.force(None)
+    kernels.set_threads(None)
+
+
+def values(numel, seed, low=-12, high=4):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=g) * 10 ** (torch.rand(numel, generator=g) * (high - low) + low)
+    x[::17] = 1e-42
+    x[3::19] = 0.0
+    x[5::19] = -0.0
+    return x
+
+
+def gradient(numel, seed, dtype, nonfinite=False):
+    g = values(numel, seed, -8, 3).to(dtype)
+    if nonfinite and numel > 9:
+        g[numel // 2] = math.inf
+        g[numel // 3] = -math.inf
+        g[numel // 5] = math.nan
+    return g
+
+
+def fresh(fmt, weight_dtype, numel, seed, offset=0):
+    """Planes of a range that starts `offset` elements into larger buffers, so that alignment breaks."""
+    planes = {}
+    for plane in get_format(fmt).planes(weight_dtype):
+        count = plane.numel(numel)
+        planes[plane.name] = torch.zeros(count + offset, dtype=plane.dtype)[offset:]
+    native.force("reference")
+    m, v = values(numel, seed + 1, -9, 2), values(numel, seed + 2, -12, 2).abs()
+    kernels.load_(fmt, planes, master=values(numel, seed), exp_avg=m, exp_avg_sq=v)
+    return planes
+
+
+def assert_same(a, b, what):
+    assert a.keys() == b.keys()
+    for name in a:
+        x, y = a[name], b[name]
+        if x.dtype == torch.float32:  # the payload of a NaN is unspecified
+            assert torch.equal(x.isnan(), y.isnan()), (what, name)
+            x, y = x.masked_fill(x.isnan(), 0), y.masked_fill(y.isnan(), 0)
+        size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+        assert torch.equal(x.view(size), y.view(size)), (what, name)
+
+
+def hyper(step, **changes):
+    base = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    return AdamWHyper(**{**base, **changes}, step=step)
+
+
+def weight_dtypes(fmt):
+    return get_format(fmt).weight_dtypes
+
+
+CASES = [(fmt, w, g) for fmt in format_names() for w in get_format(fmt).weight_dtypes for g in DTYPES]
+
+
+def case_id(value):
+    return str(value).removeprefix("torch.")
+
+
+def run(isa, fmt, planes, grad, h, scale=0.7):
+    native.force(isa)
+    kernels.step_(fmt, planes, grad=grad, hyper=h, grad_scale=scale)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
+def test_every_length(isa, fmt, weight_dtype, grad_dtype):
+    for numel in LENGTHS:
+        offset = numel % 5
+        ours, want = (fresh(fmt, weight_dtype, numel, numel, offset) for _ in range(2))
+        grad = torch.zeros(numel + offset, dtype=grad_dtype)[offset:]
+        for step in (1, 2, 7):
+            grad.copy_(gradient(numel, 31 * step + numel, grad_dtype, nonfinite=step == 7))
+            before = grad.clone()
+            h = hyper(step, decoupled=numel % 3 != 0)
+            run(isa, fmt, ours, grad, h)
+            run("reference", fmt, want, grad, h)
+            assert torch.equal(grad.nan_to_num(1.0), before.nan_to_num(1.0))
+            assert_same(ours, want, (numel, step))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
+def test_a_hundred_steps_with_varied_gradients(isa, fmt, weight_dtype, grad_dtype):
+    numel = 5_000
+    ours, want = (fresh(fmt, weight_dtype, numel, 3) for _ in range(2))
+    for step in range(1, 101):
+        grad = gradient(numel, step, grad_dtype) * (10.0 ** (step % 7 - 3))
+        kernels.set_threads(1 + step % 4)
+        h = hyper(step, lr=1e-3 / step)
+        run(isa, fmt, ours, grad, h, scale=1.0 / step)
+        run("reference", fmt, want, grad, h, scale=1.0 / step)
+    assert_same(ours, want, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
+def test_long_ranges_threads_and_splits(isa, fmt, weight_dtype, grad_dtype):
+    check_threads_and_splits(isa, fmt, weight_dtype, grad_dtype, LONG, range(1, 9))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", format_names())
+def test_threads_and_splits(isa, fmt):
+    check_threads_and_splits(isa, fmt, torch.bfloat16, torch.bfloat16, 200_003, (1, 2, 3, 8))
+
+
+def check_threads_and_splits(isa, fmt, weight_dtype, grad_dtype, numel, thread_counts):
+    multiple = get_format(fmt).range_multiple
+    grad = gradient(numel, 5, grad_dtype, nonfinite=True)
+    start = fresh(fmt, weight_dtype, numel, 1)
+    want = {k: t.clone() for k, t in start.items()}
+    run("reference", fmt, want, grad, hyper(4))
+    rng = random.Random(0)
+    for threads in thread_counts:
+        kernels.set_threads(threads)
+        whole = {k: t.clone() for k, t in start.items()}
+        run(isa, fmt, whole, grad, hyper(4))
+        assert_same(whole, want, (isa, threads))
+    parts = {k: t.clone() for k, t in start.items()}
+    inner = {rng.randrange(numel // multiple) * multiple for _ in range(6)} | {0, multiple, numel}
+    edges = sorted(inner)
+    planes = get_format(fmt).planes(weight_dtype)
+    for a, b in itertools.pairwise(edges):
+        piece = {p.name: parts[p.name][p.slice_of(a, b)] for p in planes}
+        run(isa, fmt, piece, grad[a:b], hyper(4))
+    assert_same(parts, want, (isa, edges))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+def test_square_sums_and_first_bad_element(isa, dtype):
+    for numel in [*LENGTHS, 100_003]:
+        x = gradient(numel, numel, dtype)
+        x = torch.where(x.isfinite(), x, torch.ones_like(x))
+        native.force(isa)
+        partials, bad = kernels.check_square_sums(x)
+        assert bad is None and torch.equal(partials, reference.square_sums(x)), numel
+        assert torch.equal(kernels.square_sums(x), partials)
+        for value in (math.inf, math.nan):
+            if numel:
+                index = (numel * 7) // 11
+                y = x.clone()
+                y[index:] = value
+                assert kernels.check_square_sums(y)[1] == index == reference.first_nonfinite(y)
+    for threads in range(1, 9):
+        kernels.set_threads(threads)
+        x = gradient(300_003, 1, dtype)
+        x = torch.where(x.isfinite(), x, torch.ones_like(x))
+        assert torch.equal(kernels.square_sums(x), reference.square_sums(x))
+        x[123_456] = -math.inf
+        x[200_000] = math.nan
+        assert kernels.check_square_sums(x)[1] == 123_456
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+def test_accumulate_and_round(isa, dtype):
+    native.force(isa)
+    for numel in [*LENGTHS, 100_003]:
+        acc, x = values(numel, 1), gradient(numel, 2, dtype)
+        want = acc.clone()
+        reference.accumulate_(want, x)
+        kernels.accumulate_(acc, x)
+        assert_same({"acc": acc}, {"acc": want}, numel)
+        a = torch.randint(-(2**31), 2**31, (numel,), generator=torch.Generator().manual_seed(numel)).to(torch.int32)
+        a[::3] = (a[::3] & ~0xFFFF) | 0x8000  # ties
+        a = a.view(torch.float32)
+        b = a.clone()
+        w, u = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype)
+        kernels.round_weight_(a, w)
+        reference.round_weight_(b, u)
+        assert_same({"master": a, "weight": w}, {"master": b, "weight": u}, numel)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_bf16_and_fp16_gradient(isa):
+    for dtype in (torch.bfloat16, torch.float16):
+        codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        acc, want = torch.full((65536,), -0.0), torch.full((65536,), -0.0)
+        native.force(isa)
+        kernels.accumulate_(acc, codes)
+        reference.accumulate_(want, codes)
+        assert_same({"x": acc}, {"x": want}, dtype)
+        back, expected = torch.empty_like(codes), torch.empty_like(codes)
+        kernels.round_weight_(acc, back)
+        reference.round_weight_(want, expected)
+        assert_same({"x": back}, {"x": expected}, dtype)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_half_rounding_everywhere(isa):
+    """All fp32 bit patterns near the boundaries of fp16: ties, denormals, overflow."""
+    edges = torch.arange(0, 0x7C01, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    middles = (edges[:-1] + edges[1:]) / 2
+    middles = middles[middles.isfinite()]
+    bits = torch.cat([(middles.view(torch.int32) + d) for d in (-1, 0, 1)] + [edges.view(torch.int32)])
+    x = torch.cat([bits, bits | -(2**31), torch.tensor([0x477FEFFF, 0x477FF000, 0x7F7FFFFF, 1], dtype=torch.int32)])
+    x = x.view(torch.float32)
+    w, u = torch.zeros(x.numel(), dtype=torch.float16), torch.zeros(x.numel(), dtype=torch.float16)
+    native.force(isa)
+    kernels.round_weight_(x.clone(), w)
+    reference.round_weight_(x.clone(), u)
+    assert_same({"x": w}, {"x": u}, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", ["split", "compact"])
+def test_conversions(isa, fmt):
+    for numel in [*LENGTHS, 40_005]:
+        m, v, p = values(numel, 1), values(numel, 2).abs(), values(numel, 3, -12, 30)
+        if numel > 20:
+            p[1], p[2], p[3] = math.inf, math.nan, -math.inf
+            m[4], m[5], v[6], v[7], v[8], v[9] = math.nan, 1e30, math.inf, math.nan, -1.0, -0.0
+        results = []
+        for backend in (isa, "reference"):
+            planes = fresh(fmt, torch.bfloat16, numel, 9)
+            native.force(backend)
+            kernels.load_(fmt, planes, master=p, exp_avg=m, exp_avg_sq=v)
+            state = kernels.read(fmt, planes)
+            results.append((planes, {"p": state.master, "m": state.exp_avg, "v": state.exp_avg_sq}))
+        assert_same(results[0][0], results[1][0], numel)
+        assert_same(results[0][1], results[1][1], numel)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_flushing_denormals_elsewhere_does_not_reach_the_kernels(isa):
+    """Another library may have switched a thread to flush denormals; kernels keep them and put the mode back."""
+    x = torch.full((300_000,), 1e-42)
+    want = x.clone()
+    reference.accumulate_(want, x)
+    native.force(isa)
+    kernels.set_threads(2)
+    assert torch.set_flush_denormal(True) or pytest.skip("no flush mode here")
+    try:
+        acc = torch.full((300_000,), 0.0)
+        kernels.accumulate_(acc, x)
+        kernels.accumulate_(acc, x)
+        assert bool((torch.ones(4) * 1e-42 == 0).all()), "the caller's mode was changed"
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(acc, want)
+
+
+def test_dither_of_the_reference_spans_its_range():
+    for step in (1, 2, 1000, 2**40 + 3):
+        offset = codecs.dither(step, torch.device("cpu"))
+        pairs = ((offset.master, 1 << 8), (offset.exp_avg, 1 << 19), (offset.exp_avg_sq, 1 << 18))
+        assert set(offset.tie.tolist()) == {-256, 256}
+        for offsets, limit in pairs:
+            assert offsets.min() >= 0 and offsets.max() < limit and offsets.unique().numel() > 20
