@@ -101,11 +101,11 @@ class _Trainer:
             self.swap_directory.mkdir(exist_ok=True)
             memory = config.memory.model_copy(update={"nvme_paths": (str(self.swap_directory),)})
             config = config.model_copy(update={"memory": memory})
-        with self.progress.phase("creating model"):
+        with self.progress.phase("building model"):
             with offload.empty_init():
                 model = build_model(config.model, context=config.data.context)
             groups = build_param_groups(model, config.optimizer)
-        with self.progress.phase("planning"):
+        with self.progress.phase("planning and creating state"):
             self.engine = offload.initialize(
                 model, config, param_groups=groups, lr_scheduler=self._scheduler_maker(config)
             )
