@@ -473,10 +473,17 @@ class Binding:
                 self._residency.release(self._held.pop(), self)
             self._residency.drop_prefetched()
 
-    def weights_changed(self, records: Iterable[ParameterRecord]) -> None:
-        """Counts a change of values that autograd has not seen as a write to the parameters."""
-        for record in records:
-            increment_version(record.parameter)
+    def weights_changed(self, records: Iterable[ParameterRecord], *, in_place: bool = False) -> None:
+        """Counts a change of values that autograd has not seen as a write to the parameters.
+
+        `in_place`: the new values are in the parameters, to be carried to the resting planes; else it is the other way
+        round.
+        """
+        with self.lock, torch._C.DisableTorchFunctionSubclass():
+            for record in records:
+                increment_version(record.parameter)
+                if not in_place:
+                    record.version = record.parameter._version
 
     # Saved tensors
 

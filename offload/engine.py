@@ -492,7 +492,7 @@ class Engine:
                 yield
             finally:
                 if modify:
-                    self._binding.weights_changed(records)
+                    self._binding.weights_changed(records, in_place=True)
                     for unit in units:
                         self._residency.keep_writes(unit)
 

@@ -29,6 +29,7 @@ from offload.planes import Completion, Loader, Plane
 from offload.tiers import Tier, TierMemory
 from swap.devices import DeviceOutOfMemory
 from swap.errors import BudgetError
+from swap.tickets import Ticket
 
 
 class Phase(enum.Enum):
@@ -112,6 +113,7 @@ class Residency:
         """Device bytes beyond which nothing is loaded ahead of need."""
         self.lock = threading.RLock()
         self.storages: dict[int, tuple[Unit, int]] = {}
+        self._abandoned: list[Completion] = []
         self.closed = False
         self.persist: Callable[[Unit, list[ParameterRecord]], None] | None = None
         """Called before a unit is closed, with the parameters that were written in place while it was open."""
@@ -208,7 +210,16 @@ class Residency:
                     raise OffloadError(self._no_room(unit)) from error
 
     def _make_room(self, unit: Unit) -> bool:
-        return self.drop_prefetched() > 0 or (self.reclaim is not None and self.reclaim(unit))
+        dropped = self.drop_prefetched()
+        return self._end_abandoned() or dropped > 0 or (self.reclaim is not None and self.reclaim(unit))
+
+    def _end_abandoned(self) -> bool:
+        """Waits for loads that were given up, whose buffers live until then; False if there are none."""
+        pending, self._abandoned = self._abandoned, []
+        for completion in pending:
+            with contextlib.suppress(Exception):
+                completion.wait()
+        return bool(pending)
 
     def _load(self, unit: Unit) -> None:
         try:
@@ -231,6 +242,7 @@ class Residency:
                 if flat.completion is not None:
                     self.loader.settle(flat.completion)
                     flat.completion = None
+            self._check_untouched(unit)
         except BaseException:
             self._abandon(unit)
             raise
@@ -244,12 +256,12 @@ class Residency:
             self._bind(flat, tensor)
 
     def _abandon(self, unit: Unit) -> None:
-        # The transfers under way keep the buffers alive until they end; nobody will look at the result.
-        for flat in unit.flats:
-            if flat.completion is not None and self.memory.device.kind != "cpu":
-                # A copy engine works on raw memory: wait for it before the memory may be used for something else.
-                with contextlib.suppress(Exception):  # the load is given up, and its error with it
-                    flat.completion.wait()
+        # Nobody will look at the result, nor at the error. A read keeps its buffer alive until it ends; a copy engine
+        # works on raw memory, so wait for it before the memory may be used for something else.
+        self._abandoned = [c for c in self._abandoned if not (isinstance(c, Ticket) and c.done())]
+        self._abandoned.extend(flat.completion for flat in unit.flats if flat.completion is not None)
+        if self.memory.device.kind != "cpu":
+            self._end_abandoned()
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
 
@@ -275,9 +287,20 @@ class Residency:
                 for flat in unit.flats:
                     if flat.buffer is not None:
                         self.loader.settle(self.loader.load(flat.plane, flat.buffer))
-                self._note_versions(unit)
 
     # Parameters
+
+    @staticmethod
+    def _check_untouched(unit: Unit) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [r for flat in unit.flats for r in flat.records if r.parameter._version != r.version]
+            for record in written:
+                record.version = record.parameter._version
+        if written:
+            raise OffloadError(
+                f"{written[0].name}: written to by a call that goes past the engine (such as set_); the write is lost. "
+                "Use gathered(modify=True) or an ordinary operation in place"
+            )
 
     @staticmethod
     def _bind(flat: ResidentFlat, tensor: Tensor) -> None:
@@ -287,13 +310,6 @@ class Residency:
                 parameter, slot = record.parameter, record.slot
                 if not flat.fixed:
                     parameter.data = tensor[slot.offset : slot.end].view(slot.shape)
-                record.version = parameter._version
-
-    @staticmethod
-    def _note_versions(unit: Unit) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for record in unit.records:
-                record.version = record.parameter._version
 
     def find(self, tensor: Tensor) -> tuple[Unit, int] | None:
         """The unit and flat whose live buffer `tensor` is a view of."""
@@ -364,6 +380,7 @@ def adopt(unit: Unit, device: torch.device) -> None:
             for record in flat.records:
                 slot, parameter = record.slot, record.parameter
                 setattr(parameter, RECORD, record)
+                record.version = parameter._version
                 if flat.fixed:
                     assert flat.plane.tensor is not None
                     parameter.data = flat.plane.tensor[slot.offset : slot.end].view(slot.shape)
