@@ -19,7 +19,7 @@ from offload.config import Config
 from offload.errors import UnsupportedModelError
 from offload.initialization import Creator, InitFn
 from offload.layout import ParameterSpec, UnitLayout, layout_unit
-from offload.machine import free_disk, host_memory
+from offload.machine import free_disk, host_memory, return_freed_memory
 from offload.optimizer import default_groups
 from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecord
 from offload.placement import Limits, Plan, Request, make_plan
@@ -357,6 +357,7 @@ def build_units(
                 unit.flats.append(ResidentFlat(flat=flat, plane=state.weight, records=records))
             units.append(unit)
             adopt(unit, memory.device.torch_device)
+            return_freed_memory()
     except BaseException:
         orphan(units, memory.device.torch_device)
         for state in states.values():

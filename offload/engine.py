@@ -8,8 +8,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from offload.describe import placement_table
 from offload.errors import GradientError, OffloadError
 from offload.gradients import Held, norm_factor
 from offload.initialization import InitFn
+from offload.inspection import StateAccess
 from offload.optimizer import EngineOptimizer, make_scheduler
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import Loader, SlotQueue
@@ -38,8 +38,6 @@ from optimizer_cpu import AdamWHyper, kernels
 from swap.faults import FaultPlan
 
 log = logging.getLogger("offload")
-
-KINDS = ("weight", "parameter", "exp_avg", "exp_avg_sq", "grad")
 
 
 class Status(enum.Enum):
@@ -61,7 +59,7 @@ _TRANSITIONS = {
 }
 
 
-class Engine:
+class Engine(StateAccess):
     """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme.
 
     Made by `offload.initialize`.
@@ -245,9 +243,6 @@ class Engine:
     def _held(self) -> list[ParameterRecord]:
         """Parameters with a gradient, in registration order; as in torch, also those frozen after their backward."""
         return [r for name, r in self._trainable.items() if self._gradients(r).held(name) is not Held.NOTHING]
-
-    def _gradients(self, record: ParameterRecord) -> Any:
-        return self._state(record).gradients
 
     def _norm(self, held: Sequence[ParameterRecord]) -> tuple[float, str | None]:
         """The norm of the accumulated gradients as they rest, and the first parameter whose gradient is not finite."""
@@ -460,182 +455,6 @@ class Engine:
             return self(*batch)
         return self(batch)
 
-    # Reading and editing state
-
-    def access(
-        self, records: Iterable[ParameterRecord], *, modified: Iterable[ParameterRecord] = ()
-    ) -> contextlib.AbstractContextManager[None]:
-        """Leases on the units of `records`, with views packed if autograd saves them.
-
-        Used by offloaded parameters themselves.
-        """
-        return self._access({r.unit for r in (*records, *modified)})
-
-    @contextmanager
-    def _access(self, indices: set[int]) -> Iterator[None]:
-        units = [self._residency.units[i] for i in sorted(indices)]
-        with self._binding.using(units):
-            yield
-
-    @contextmanager
-    def gathered(self, params: Any = None, modify: bool = False) -> Iterator[None]:
-        """Full parameters readable in place, on the device: all, or `params` (a parameter, or several, or names).
-
-        With `modify`, what is written to them (also through `.data`) becomes their value; elements that did not change
-        keep the low bits of their fp32 master. All of them must fit memory.device at once.
-        """
-        self._check("gathered was called")
-        records = self._select(params)
-        units = [self._residency.units[i] for i in sorted({r.unit for r in records})]
-        with self._binding.using(units):
-            try:
-                yield
-            finally:
-                if modify:
-                    self._binding.weights_changed(records, in_place=True)
-                    for unit in units:
-                        self._residency.keep_writes(unit)
-
-    def _select(self, params: Any) -> list[ParameterRecord]:
-        if params is None:
-            return list(self._records.values())
-        items = [params] if isinstance(params, (str, Tensor)) else list(params)
-        return [self._record(item) for item in items]
-
-    def _record(self, item: Any) -> ParameterRecord:
-        record = self._records.get(item) if isinstance(item, str) else record_of(item)
-        if record is None or record.host is not self:
-            what = f"a tensor of shape {tuple(item.shape)}" if isinstance(item, Tensor) else repr(item)
-            raise ValueError(f"{what} is not a parameter of this engine")
-        return record
-
-    def _persist(self, unit: Unit, records: list[ParameterRecord]) -> None:
-        """Carries values written to resident parameters over to their planes."""
-        for record in records:
-            data = record.parameter.data.detach().reshape(-1)
-            value = data
-            if not self._memory.device.aliases_host:
-                value = torch.empty_like(data, device="cpu")
-                self._memory.copy_out(value, data).wait()
-            self._state(record).write(record.slot, self._step_queue, weight=value)
-
-    def read_weight(self, record: ParameterRecord) -> Tensor:
-        """A CPU copy of a parameter's weight in its own dtype."""
-        self._check(f"{record.name} was read")
-        out = torch.empty(record.slot.numel, dtype=self._state(record).flat.dtype)
-        if record.slot.numel:
-            with self._lock:
-                self._state(record).read_weight(record.slot, self._step_queue, out)
-        return out.view(record.slot.shape)
-
-    def held_gradient(self, record: ParameterRecord) -> Tensor | None:
-        """A copy of the accumulated gradient on the compute device in the parameter's dtype, or None."""
-        value = self.get_full(record.name, "grad")
-        if value is None:
-            return None
-        return value.to(self._memory.device.torch_device, self._state(record).flat.dtype)
-
-    def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None:
-        """Makes `value`, as `get_full` and `.grad` show it, the parameter's gradient; None forgets it."""
-        gradients = self._state(record).gradients
-        if gradients is None or record.name not in self._trainable:
-            if value is not None:
-                raise GradientError(f"{record.name}: not trained by this engine, so it takes no gradient")
-            return
-        with self._lock:
-            if value is None:
-                self._gradient_queue.drain()
-                gradients.drop(record.name)
-                if not self._held():
-                    self._clip_factor = 1.0
-                return
-            if self._clip_factor == 0.0:
-                raise GradientError(f"{record.name}: a gradient cannot be set after clip_grad_norm_ made all of them 0")
-            # What rests is the gradient times the loss scale and without the clipping.
-            factor = self._scale / self._clip_factor
-            resting = value.detach().to(self._memory.device.torch_device)
-            gradients.replace(record.name, resting if factor == 1.0 else resting * factor, self._gradient_queue)
-
-    def get_full(self, name: str, kind: str = "parameter") -> Tensor | None:
-        """One parameter's whole value as a new CPU tensor of its shape.
-
-        `kind`: "parameter" (the fp32 master; the weight itself if it is not trained), "weight" (compute dtype),
-        "exp_avg", "exp_avg_sq" (fp32), or "grad" (the accumulated, unscaled gradient in the accumulation dtype; None
-        without one).
-        """
-        self._check("get_full was called")
-        record = self._record(name)
-        if kind not in KINDS:
-            raise ValueError(f"get_full: unknown kind {kind!r}; known: {', '.join(KINDS)}")
-        if kind == "weight" or (kind == "parameter" and name not in self._trainable):
-            return self.read_weight(record)
-        if name not in self._trainable:
-            if kind == "grad":
-                return None
-            raise ValueError(f"{name} is not trained, so it has no {kind}")
-        with self._lock:
-            if kind == "grad":
-                value = self._gradients(record).read(name, self._gradient_queue)
-                factor = self._clip_factor / self._scale
-                return None if value is None else (value if factor == 1.0 else value * factor).view(record.slot.shape)
-            if record.slot.numel == 0:
-                return torch.empty(record.slot.shape)
-            plane = "master" if kind == "parameter" else kind
-            return self._state(record).read_state(record.slot, self._step_queue, [plane])[plane].view(record.slot.shape)
-
-    def set_full(self, name: str, kind: str, value: Tensor) -> None:
-        """Replaces one parameter's "parameter" (fp32 master and weight), "exp_avg", "exp_avg_sq" or "grad"."""
-        self._check("set_full was called")
-        record = self._record(name)
-        if tuple(value.shape) != record.slot.shape:
-            raise ValueError(
-                f"{name}: a value of shape {tuple(value.shape)} for a parameter of shape {record.slot.shape}"
-            )
-        if kind == "grad":
-            self.replace_gradient(record, value)
-            return
-        if kind not in ("parameter", "exp_avg", "exp_avg_sq") or (kind != "parameter" and name not in self._trainable):
-            raise ValueError(f"{name}: cannot set {kind!r}")
-        state = self._state(record)
-        trained = name in self._trainable
-        flat = value.detach().to("cpu", torch.float32 if trained else state.flat.dtype).reshape(-1)
-        with self._lock:
-            if kind != "parameter":
-                state.write(record.slot, self._step_queue, planes={kind: flat})
-                return
-            with self._changing_weight(record):
-                if trained:
-                    state.write(record.slot, self._step_queue, planes={"master": flat})
-                else:
-                    state.write(record.slot, self._step_queue, weight=flat)
-
-    @contextmanager
-    def _changing_weight(self, record: ParameterRecord) -> Iterator[None]:
-        """Around a change of a resting weight: no copy of it on the device keeps the old value."""
-        unit = self._residency.units[record.unit]
-        with self._residency.lock:
-            self._residency.drop_prefetched()
-            yield
-            self._binding.weights_changed([record])
-            self._residency.refresh(unit)
-
-    def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter once (a tied one under its first name), one at a time: a CPU tensor in its compute dtype."""
-        for name, record in self._records.items():
-            yield name, self.read_weight(record)
-
-    def named_full_states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every parameter with its fp32 value ("parameter"), moments and step count, on the CPU, one at a time; frozen
-        ones with the value only.
-        """
-        for name in self._records:
-            entry: dict[str, Any] = {"parameter": self.get_full(name)}
-            if name in self._trainable:
-                entry["exp_avg"] = self.get_full(name, "exp_avg")
-                entry["exp_avg_sq"] = self.get_full(name, "exp_avg_sq")
-                entry["step"] = self._steps[name]
-            yield name, entry
-
     # Reports
 
     def counters(self) -> dict[str, int]:
@@ -674,9 +493,6 @@ class Engine:
         return self._residency.resident_units()
 
     # Life cycle
-
-    def _state(self, record: ParameterRecord) -> FlatState:
-        return self._states[record.unit, record.flat]
 
     def _change(self, status: Status) -> None:
         if (self._status, status) not in _TRANSITIONS:

@@ -55,6 +55,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     return target if isinstance(target, torch.Tensor) else None
 
 
+def _run_write(func: Any, target: torch.Tensor | None, args: Any, kwargs: Any) -> Any:
+    """`func(*args, **kwargs)`, but a meta tensor is filled with zeros instead of normal values: one write too.
+
+    Torch would load its compiler for the latter: seconds, memory, and a directory among the temporary files.
+    """
+    if target is not None and target.device.type == "meta" and getattr(func, "__name__", "") == "normal_":
+        with torch.no_grad():
+            return target.zero_()
+    return func(*args, **kwargs)
+
+
 _IN_PLACE = frozenset(["__setitem__", *(f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "pow"))])
 
 
@@ -89,7 +100,7 @@ class _WriteCounter(TorchFunctionMode):
             counter = self.counts.get(_storage_key(target) or 0)
             if counter is not None:
                 counter[0] += 1
-        return func(*args, **kwargs)
+        return _run_write(func, target, args, kwargs)
 
 
 def _register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -168,7 +179,7 @@ class _SeedPerParameter(TorchFunctionMode):
         count = self.counts[owner] = self.counts.get(owner, 0) + 1
         if count == 1:
             torch.manual_seed(seed_for(self.seed, owner))
-        result = func(*args, **kwargs)
+        result = _run_write(func, target, args, kwargs)
         torch.manual_seed(seed_for(self.seed, f"{owner} after write {count}"))
         return result
 
@@ -213,9 +224,8 @@ class Creator:
     asked for.
 
     Raises:
-        UnsupportedModelError: no initialiser writes a meta parameter, or an initialisation written outside the
-        initialisers (in a parent's
-            `__init__`) was lost on the meta device; the message names the module and the parameter.
+        UnsupportedModelError: no initialiser writes a meta parameter, or an initialisation written elsewhere (in a
+            parent's `__init__`) was lost on the meta device; the message names the module and the parameter.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, init_fn: InitFn | None) -> None:
@@ -254,9 +264,8 @@ class Creator:
                 if id(parameter) not in self._writers and parameter.numel():
                     raise UnsupportedModelError(_not_written(label, key, init_fn))
                 own_rules = init_fn is None and id(module) not in hosts
-                lost = parameter._version > versions.get(id(parameter), 0) or _writes.get(parameter, [0])[
-                    0
-                ] > writes.get(id(parameter), 0)
+                seen = _writes.get(parameter, [0])[0]
+                lost = parameter._version > versions.get(id(parameter), 0) or seen > writes.get(id(parameter), 0)
                 if own_rules and lost:
                     raise UnsupportedModelError(
                         f"{label}: parameter {key} was initialised outside reset_parameters() (in a parent's "

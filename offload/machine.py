@@ -6,6 +6,8 @@ takes references to the pages and does not count them as locked memory of the pr
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -108,3 +110,13 @@ def free_disk(paths: Sequence[str | os.PathLike[str]]) -> int:
         except OSError:
             continue
     return sum(seen.values())
+
+
+def return_freed_memory() -> None:
+    """Gives what the C library's heap keeps of freed memory back to the system, where the library can do that.
+
+    glibc raises the size from which blocks are mapped apart to that of the largest one freed so far (up to 32 MiB), and
+    from then on keeps such blocks: a model built normally would stay resident after its parameters were taken over.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

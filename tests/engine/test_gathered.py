@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import offload
-from offload.engine import KINDS
 from offload.errors import GradientError, OffloadError, StaleWeightsError
+from offload.inspection import KINDS
 from offload.parameters import OffloadedParameter
 from optimizer_cpu import reference
 

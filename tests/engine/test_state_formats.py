@@ -1,4 +1,4 @@
-"""The engine with every state format: `split` is `fp32` in fewer bytes, and no format depends on where its planes rest."""
+"""The engine with every state format: `split` is `fp32` in fewer bytes, and none depends on where its planes rest."""
 
 from __future__ import annotations
 
