@@ -119,6 +119,10 @@ def table(curves: Sequence[Curve], settings: Settings, command: str) -> str:
     return "\n".join(rows) + "\n"
 
 
+def _read(path: Path) -> list[Curve]:
+    return [Curve(**row) for row in json.loads(path.read_text())]
+
+
 def _pair(a: Curve, b: Curve) -> bool:
     return a.seed == b.seed and a.state_format == "fp32" and b.state_format == "split"
 
@@ -168,12 +172,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--formats", nargs="+", default=list(format_names()), choices=format_names())
     parser.add_argument("--curves", type=Path, default=None, help="also write the curves as JSON")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], help="take these curves too and train only what they lack"
+    )
     parsed = parser.parse_args(arguments)
     settings = Settings(steps=parsed.steps)
+    known = {(c.state_format, c.seed): c for path in parsed.merge for c in _read(path) if c.steps[-1] == parsed.steps}
     curves = []
     for seed in parsed.seeds:
         for name in parsed.formats:
-            curves.append(train(name, seed, settings))
+            curves.append(known.get((name, seed)) or train(name, seed, settings))
             print(f"{name} seed {seed}: held-out loss {curves[-1].losses[-1]:.4f}", flush=True)
     command = f"python -m offload.bench.quality --steps {parsed.steps} --seeds {' '.join(map(str, parsed.seeds))}"
     text = table(curves, settings, command)

@@ -4,7 +4,6 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <memory>
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -103,22 +102,20 @@ void Pool::work(int part) {
 
 namespace {
 
-std::unique_ptr<Pool>& pool_slot() {
-    static std::unique_ptr<Pool> slot;
+// Never destroyed: at exit a daemon thread of Python may still be inside a kernel, and idle workers need no farewell.
+Pool*& pool_slot() {
+    static Pool* slot = nullptr;
     return slot;
 }
 
-void renew_after_fork() {
-    // The old pool's threads are gone and its locks may be held for ever: abandon it without running its destructor.
-    static_cast<void>(pool_slot().release());
-    pool_slot() = std::make_unique<Pool>();
-}
+// The old pool's threads are gone and its locks may be held for ever: abandon it.
+void renew_after_fork() { pool_slot() = new Pool; }
 
 }  // namespace
 
 Pool& process_pool() {
     static const bool once = [] {
-        pool_slot() = std::make_unique<Pool>();
+        pool_slot() = new Pool;
         pthread_atfork(nullptr, nullptr, renew_after_fork);
         return true;
     }();

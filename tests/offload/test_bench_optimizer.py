@@ -59,8 +59,10 @@ def test_bad_arguments():
 
 
 def test_a_short_quality_comparison(tmp_path, capsys):
+    curves = tmp_path / "curves.json"
+    quality.main(["--out", str(tmp_path), "--steps", "4", "--seeds", "0", "--formats", "fp32", "--curves", str(curves)])
     arguments = ["--out", str(tmp_path), "--steps", "4", "--seeds", "0", "1", "--formats", "fp32", "split"]
-    quality.main(arguments)
+    quality.main([*arguments, "--merge", str(curves)])
     text = (tmp_path / "state_format_quality.md").read_text()
     assert "| `split` |" in text and "equals `fp32`'s: yes" in text and text.strip() in capsys.readouterr().out
     picture = (tmp_path / "state_format_quality.svg").read_text()
