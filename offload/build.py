@@ -270,6 +270,7 @@ def _request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch
         device_is_host_memory=device.kind != "cuda",
         rest_on_device=device.kind == "cuda" or config.memory.device != "auto",
         bounce=(DEFAULT_QUEUE_DEPTH if config.swap.queue_depth == "auto" else config.swap.queue_depth) * PAGE,
+        checksum=config.swap.checksum,
     )
 
 
@@ -306,6 +307,8 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
                 block=None if swap.block == "auto" else swap.block,
                 queue_depth=None if swap.queue_depth == "auto" else swap.queue_depth,
                 direct=swap.direct,
+                timeout=swap.timeout,
+                checksum=swap.checksum,
                 faults=faults,
             )
         memory.open_staging(plan.staging, plan.slot_bytes)

@@ -17,6 +17,7 @@ from offload.layout import Flat, UnitLayout, ceil_to
 from offload.state import chunk_granule, staging_bytes_per_chunk, state_specs
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
+from swap.checksums import BYTES_PER_PAGE
 from swap.geometry import PAGE, format_bytes
 
 KINDS = ("parameters", "optimizer", "gradients")
@@ -50,7 +51,8 @@ class Request:
 
     `roots` lists, for every root module, the units it leases at once; `held` the units leased during the whole forward.
     `staging` and `chunk` are bytes (of a plane of fp32 for `chunk`), or None for automatic. `rest_on_device`: whether
-    automatic placement may use the device. `bounce`: host bytes that a swap store takes at most.
+    automatic placement may use the device. `bounce`: host bytes that a swap store takes at most. `checksum`: whether it
+    keeps checksums of everything on nvme in host memory.
     """
 
     tiers: Mapping[str, str]
@@ -63,6 +65,7 @@ class Request:
     device_is_host_memory: bool
     rest_on_device: bool
     bounce: int = 0
+    checksum: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,7 +206,10 @@ def make_plan(
     lease_room = 0 if wants_device else _lease_bytes(units, request, None, request.prefetch)
     bounce = request.bounce if limits.nvme != 0 else 0
     shared = _shared_gradients(units, accumulate) if request.tiers["gradients"] in ("auto", "nvme") else 0
-    on_host = staging + bounce + shared
+    # As if everything went to nvme: 0.15 % of it.
+    sizes = [bytes_of(fmt, flat, kind, accumulate) for unit in units for flat in unit.flats for kind in KINDS]
+    checksums = _checksum_bytes(sum(sizes)) if request.checksum and limits.nvme != 0 else 0
+    on_host = staging + bounce + shared + checksums
     reserved = {Tier.DEVICE: persistent + lease_room + in_step, Tier.HOST: on_host}
     rooms = _Rooms(limits, reserved, request.device_is_host_memory)
     plan = Plan(flats={}, chunk=chunk, slot_bytes=slot_bytes, staging=staging)
@@ -222,12 +228,18 @@ def make_plan(
     plan.add(Tier.HOST, "staging", staging)
     if plan.total(Tier.NVME):
         plan.add(Tier.HOST, "bounce", request.bounce)
+        if request.checksum:
+            plan.add(Tier.HOST, "checksums", _checksum_bytes(plan.total(Tier.NVME)))
     plan.add(Tier.DEVICE, "leases", _lease_bytes(units, request, plan, 0))
     if not request.aliases_host and any(p.optimizer is Tier.DEVICE for p in plan.flats.values()):
         plan.add(Tier.DEVICE, "step", STEP_SLOTS * slot_bytes)
     _check(plan, request, limits)
     _add_prefetch(plan, units, request, limits)
     return plan
+
+
+def _checksum_bytes(nvme: int) -> int:
+    return -(-nvme // PAGE) * BYTES_PER_PAGE
 
 
 def _choose(flat: Flat, kind: str, nbytes: int, request: Request, limits: Limits, rooms: _Rooms) -> Tier:

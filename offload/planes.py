@@ -25,6 +25,7 @@ from offload.layout import BLOCK
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu.formats import PlaneSpec
 from swap.devices import Event
+from swap.engines.protocol import Priority
 from swap.extents import Extent
 from swap.geometry import PAGE
 from swap.staging import Slot
@@ -113,12 +114,15 @@ class Plane:
         end).
         """
         assert self.extent is not None
-        return self.store.read(self.extent, out, offset=self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize)
+        offset = self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize
+        priority = Priority.WEIGHT_READ if self.spec.name == "weight" else Priority.STATE_READ
+        return self.store.read(self.extent, out, offset=offset, priority=priority)
 
     def submit_write(self, lo: int, hi: int, source: Tensor) -> Ticket:
         """Starts writing host memory to `[lo, hi)` of an nvme plane."""
         assert self.extent is not None
-        return self.store.write(self.extent, source, offset=self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize)
+        offset = self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize
+        return self.store.write(self.extent, source, offset=offset, priority=Priority.STATE_WRITE)
 
     def read(self, lo: int, hi: int, out: Tensor) -> None:
         """Copies `[lo, hi)` to host memory `out` and waits for it."""

@@ -55,6 +55,8 @@ class TierMemory:
     def open_staging(self, total_bytes: int, slot_bytes: int) -> None:
         """Makes the staging pool: `total_bytes // slot_bytes` slots, one chunk of all planes each."""
         self.staging = StagingPool(self.budget, total_bytes, slot_bytes, poison=self._poison, **self._registration())
+        if self.store is not None:
+            self.store.register_memory(self.staging.memory)
 
     def host(self, numel: int, dtype: torch.dtype, kind: str, what: str = "") -> Tensor:
         """An uninitialised 1-D host tensor of `numel` elements.

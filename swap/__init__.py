@@ -6,6 +6,7 @@ A leaf package: it imports torch and the operating system only. ``swap.devices``
 from __future__ import annotations
 
 from swap.budget import TIERS, Budget, Reservation
+from swap.engines.protocol import Priority
 from swap.errors import BudgetError, SwapError, SwapIOError, SwapPathError
 from swap.extents import Extent, Segment
 from swap.faults import FaultPlan
@@ -25,6 +26,7 @@ __all__ = [
     "Extent",
     "FaultPlan",
     "HostPool",
+    "Priority",
     "Reservation",
     "Segment",
     "Slot",

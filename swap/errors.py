@@ -16,6 +16,8 @@ _REMEDIES = {
     errno_module.EINVAL: "set swap.direct = false if the filesystem refuses direct I/O",
     errno_module.EROFS: "the filesystem is read-only: choose another path in memory.nvme_paths",
     errno_module.EMFILE: "raise the open file limit (ulimit -n)",
+    errno_module.EBADMSG: "the drive or another program changed the data: check it (smartctl) or use another path",
+    errno_module.ETIMEDOUT: "check the drive (dmesg, smartctl), or raise swap.timeout if it is only slow",
     errno_module.ENODEV: "the drive is gone: choose another path in memory.nvme_paths",
 }
 

@@ -105,6 +105,13 @@ class StagingPool:
         return self._count
 
     @property
+    def memory(self) -> torch.Tensor:
+        """All slots as one uint8 tensor, for registration with whatever moves bytes. SwapError after ``close``."""
+        if self._region is None:
+            raise SwapError("the staging pool is closed")
+        return self._region
+
+    @property
     def in_use(self) -> int:
         """Slots held now."""
         with self._lock:

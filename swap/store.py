@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +16,7 @@ import torch
 
 from swap.bounce import BouncePool
 from swap.budget import Budget, Reservation
+from swap.checksums import BYTES_PER_PAGE, PageChecksums
 from swap.deferred import DeferredLock
 from swap.engines import create_engine, resolve_engine
 from swap.engines.protocol import Engine, Request, System
@@ -33,6 +37,9 @@ DEFAULT_BLOCK = 1024 * 1024
 DEFAULT_QUEUE_DEPTH = 4
 """Requests in flight per store."""
 
+DEFAULT_TIMEOUT = 15.0
+"""Seconds without an answer after which a block is an error; a healthy drive answers within one."""
+
 STRIPE = 4 * 1024 * 1024
 """Bytes of an extent on one path before the next path takes over."""
 
@@ -42,10 +49,13 @@ _CLOSE_SECONDS = 2.0
 class SwapStore:
     """Swap files under ``paths`` (existing directories) and the extents in them. Thread-safe.
 
-    - ``engine``: "auto", "threads" or "aiofiles"; ``block``: bytes per request; ``queue_depth``: requests in flight.
+    - ``engine``: "auto", "io_uring", "threads" or "aiofiles"; ``block``: bytes per request to the kernel;
+      ``queue_depth``: blocks in flight; ``timeout``: seconds without an answer after which one is an error (0: never).
     - ``capacity``: bytes that the store may take on all paths together; free space for them is checked here.
     - ``budget``: charged on its "nvme" tier for every extent, on "host" for the few bounce pages.
     - ``direct``: "auto" probes O_DIRECT path by path; True insists on it; False never uses it.
+    - ``checksum``: every read is compared with the CRC32C of what was written; ``BYTES_PER_PAGE`` bytes of host memory
+      for every page of an extent, charged as "checksums".
     - ``faults``: a fault plan to inject beneath the engine. ``owner``: a word for thread names.
 
     Raises SwapPathError (a ValueError) for a path that is missing, unwritable, too small or, with ``direct=True``,
@@ -64,20 +74,25 @@ class SwapStore:
         block: int | None = None,
         queue_depth: int | None = None,
         direct: str | bool = "auto",
+        timeout: float | None = None,
+        checksum: bool = False,
         faults: FaultPlan | None = None,
         owner: str = "",
     ) -> None:
+        timeout = DEFAULT_TIMEOUT if timeout is None else timeout
         block = DEFAULT_BLOCK if block is None else block
         queue_depth = DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth
         roots = _check_arguments(paths, engine, capacity, block, queue_depth, direct)
+        if timeout < 0:
+            raise ValueError(f"swap.timeout must not be negative, got {timeout}")
         self._paths = tuple(str(root) for root in roots)
         budget = Budget({}) if budget is None else budget
         system: System = OperatingSystem() if faults is None else faults.wrap(OperatingSystem())
-        self._core = _Core(budget, system, block)
+        self._core = _Core(budget, system, block, checksum)
         # The core knows nothing of this object: a store that was forgotten is closed by the finalizer.
         self._finalizer = weakref.finalize(self, self._core.close)
         try:
-            self._core.open(roots, direct, capacity, engine, queue_depth, owner)
+            self._core.open(roots, direct, capacity, engine, queue_depth, timeout, owner)
         except BaseException:
             self.close()
             raise
@@ -180,6 +195,18 @@ class SwapStore:
         """
         return self._core.start(extent, buffer, offset, nbytes, priority, write=True)
 
+    def register_memory(self, buffer: torch.Tensor) -> None:
+        """``buffer`` will be transferred often: let the engine pin it, if that helps and the system has room.
+
+        It must stay alive until ``unregister_memory`` or ``close``. Never fails: at worst transfers cost the same.
+        """
+        self._core.check_usable()
+        self._core.register(buffer.data_ptr(), buffer.numel() * buffer.element_size())
+
+    def unregister_memory(self, buffer: torch.Tensor) -> None:
+        """The opposite of ``register_memory``."""
+        self._core.unregister(buffer.data_ptr())
+
     def close(self) -> None:
         """Cancel what is queued, let system calls under way end (2 s at most), close and free all. Idempotent."""
         self._core.close()
@@ -229,7 +256,8 @@ def _check_arguments(
 class _Core:
     """All resources of a store. Requests refer to it, it never refers to the store."""
 
-    def __init__(self, budget: Budget, system: System, block: int) -> None:
+    def __init__(self, budget: Budget, system: System, block: int, checksum: bool) -> None:
+        self.checksum = checksum
         self.budget = budget
         self.system = system
         self.block = block
@@ -241,15 +269,22 @@ class _Core:
         self.closed = False
         self.fully_closed = False
         self.error: BaseException | None = None
-        self.lock: DeferredLock[tuple[Extent, Reservation]] = DeferredLock(self._give_back)
-        self._live: dict[Extent, Reservation] = {}
+        self.lock: DeferredLock[tuple[Extent, _Holding]] = DeferredLock(self._give_back)
+        self._live: dict[Extent, _Holding] = {}
         self._engine: Engine | None = None
         self._bounce: BouncePool | None = None
         self._error_lock = threading.Lock()
         self._pid = os.getpid()
 
     def open(
-        self, roots: Sequence[Path], direct: str | bool, capacity: int | None, engine: str, depth: int, owner: str
+        self,
+        roots: Sequence[Path],
+        direct: str | bool,
+        capacity: int | None,
+        engine: str,
+        depth: int,
+        timeout: float,
+        owner: str,
     ) -> None:
         for root in roots:
             self.files.append(open_swap_file(root, direct))
@@ -261,8 +296,16 @@ class _Core:
             self.promise.request(capacity, self.files)
         self._bounce = BouncePool(depth if any(file.direct for file in self.files) else 0, self.budget)
         self._engine = create_engine(
-            engine, system=self.system, bounce=self._bounce, queue_depth=depth, owner=owner or "store"
+            engine if any(file.direct for file in self.files) or engine != "auto" else "threads",
+            system=self.system,
+            bounce=self._bounce,
+            queue_depth=depth,
+            block=self.block,
+            owner=owner or "store",
+            timeout=timeout,
         )
+        for file in self.files:
+            self._engine.add_file(file)
         self.engine_name = self._engine.name
 
     def check_usable(self) -> None:
@@ -278,8 +321,12 @@ class _Core:
 
     def allocate(self, nbytes: int, label: str, kind: str) -> Extent:
         self.check_usable()
-        reservation = self.budget.reserve("nvme", kind, nbytes, what=label)
+        holding = _Holding([self.budget.reserve("nvme", kind, nbytes, what=label)])
         try:
+            if self.checksum:
+                table = nbytes // PAGE * BYTES_PER_PAGE
+                holding.reservations.append(self.budget.reserve("host", "checksums", table, what=label))
+                holding.sums = PageChecksums(nbytes)
             with self.lock:
                 before = [file.size for file in self.files]
                 try:
@@ -297,25 +344,25 @@ class _Core:
                         what=label,
                     )
             extent = Extent(segments=segments, nbytes=nbytes, label=label)
-            self._live[extent] = reservation
+            self._live[extent] = holding
         except BaseException:
-            reservation.release()
+            holding.release()
             raise
         return extent
 
     def free(self, extent: Extent) -> None:
         self._check_process()
         # One atomic pop decides, so that this works in a finalizer too.
-        reservation = self._live.pop(extent, None)
-        if reservation is not None:
-            self.lock.post((extent, reservation))
+        holding = self._live.pop(extent, None)
+        if holding is not None:
+            self.lock.post((extent, holding))
         elif not self.closed:
             raise SwapError(f"extent {extent.label!r} of {extent.nbytes} bytes is not allocated in this store")
 
-    def _give_back(self, item: tuple[Extent, Reservation]) -> None:
-        extent, reservation = item
+    def _give_back(self, item: tuple[Extent, _Holding]) -> None:
+        extent, holding = item
         self.space.give(extent.segments)
-        reservation.release()
+        holding.release()
 
     def start(
         self, extent: Extent, buffer: torch.Tensor, offset: int, nbytes: int | None, priority: int, *, write: bool
@@ -323,7 +370,8 @@ class _Core:
         self.check_usable()
         available = _check_buffer(buffer, extent)
         nbytes = available if nbytes is None else nbytes
-        if extent not in self._live:
+        holding = self._live.get(extent)
+        if holding is None:
             raise SwapError(f"extent {extent.label!r} of {extent.nbytes} bytes is not allocated in this store")
         if offset < 0 or offset % PAGE:
             raise ValueError(f"extent {extent.label!r}: offset {offset} is not a multiple of {PAGE} bytes")
@@ -334,17 +382,23 @@ class _Core:
                 f"extent {extent.label!r}: bytes {offset} to {offset + nbytes} are beyond its {extent.nbytes} bytes"
             )
         pieces = self._split(extent, buffer, offset, nbytes, write)
+        sums = holding.sums
+        if sums is not None and nbytes:
+            if write:
+                sums.record(offset, _bytes_of(buffer, _start_of(buffer), nbytes))
+            else:
+                _read_last_page_whole(pieces, sums)
         ticket = Ticket(len(pieces), buffer)
-        for path, position, view, bounce in pieces:
+        for piece in pieces:
             self.stats.begin(write=write)
             request = Request(
-                file=self.files[path],
-                offset=position,
-                view=view,
+                file=self.files[piece.path],
+                offset=piece.position,
+                view=piece.view,
                 write=write,
-                done=_Completion(self, ticket, path),
+                done=_Completion(self, ticket, piece, sums),
                 priority=priority,
-                bounce=bounce,
+                bounce=piece.bounce,
             )
             try:
                 self._submit(request)
@@ -362,35 +416,49 @@ class _Core:
 
     def _split(
         self, extent: Extent, buffer: torch.Tensor, offset: int, nbytes: int, write: bool
-    ) -> list[tuple[int, int, memoryview, bool]]:
-        """(path, file offset, memory, bounce) of each request: cut at segments, blocks, and the last whole page."""
+    ) -> list[_Piece]:
+        """The requests of a transfer: cut at segments, blocks, and the last whole page."""
         padded = align_up(nbytes, PAGE)
-        start = int(buffer.storage_offset()) * buffer.element_size()
+        start = _start_of(buffer)
         # Writing may read on to the page's end in the buffer's own storage. Reading must not touch those bytes.
         roomy = write and buffer.untyped_storage().nbytes() - start >= padded
         view = _bytes_of(buffer, start, padded if roomy else nbytes)
         aligned = buffer.data_ptr() % PAGE == 0
-        pieces: list[tuple[int, int, memoryview, bool]] = []
+        pieces: list[_Piece] = []
         done = 0
         for segment in extent.slices(offset, padded):
             direct = self.files[segment.path].direct
             end = done + segment.nbytes
             position = segment.offset
+            # An engine that cuts requests itself gets them whole: one submission and one completion.
+            most = segment.nbytes if aligned and self._splits(segment.path) else self.block
             while done < end:
-                size = min(self.block, end - done)
+                size = min(most, end - done)
                 part = view[done : done + size]
                 whole = part.nbytes // PAGE * PAGE
+                inside = offset + done
                 if not direct or (aligned and whole == part.nbytes):
-                    pieces.append((segment.path, position, part, False))
+                    pieces.append(_Piece(segment.path, position, inside, part, False))
                 elif aligned:
                     if whole:
-                        pieces.append((segment.path, position, part[:whole], False))
-                    pieces.append((segment.path, position + whole, part[whole:], True))
+                        pieces.append(_Piece(segment.path, position, inside, part[:whole], False))
+                    pieces.append(_Piece(segment.path, position + whole, inside + whole, part[whole:], True))
                 else:
-                    pieces.append((segment.path, position, part, True))
+                    pieces.append(_Piece(segment.path, position, inside, part, True))
                 done += size
                 position += size
         return pieces
+
+    def register(self, address: int, nbytes: int) -> None:
+        if self._engine is not None and nbytes:
+            self._engine.register(address, nbytes)
+
+    def unregister(self, address: int) -> None:
+        if self._engine is not None and not self.closed:
+            self._engine.unregister(address)
+
+    def _splits(self, path: int) -> bool:
+        return self._engine is not None and self._engine.splits(self.files[path])
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error and end what is queued with it."""
@@ -409,10 +477,10 @@ class _Core:
         idle = self._engine is None or self._engine.close(_CLOSE_SECONDS)
         while self._live:
             try:
-                _, reservation = self._live.popitem()
+                _, holding = self._live.popitem()
             except KeyError:
                 break
-            reservation.release()
+            holding.release()
         self.promise.release()
         if not idle:
             # A system call hangs. Closing its descriptor now could hand its number to another file.
@@ -424,25 +492,91 @@ class _Core:
         self.fully_closed = True
 
 
+@dataclass(slots=True, eq=False)
+class _Holding:
+    """What an allocated extent has taken, and the checksums of what was written to it."""
+
+    reservations: list[Reservation]
+    sums: PageChecksums | None = None
+
+    def release(self) -> None:
+        for reservation in self.reservations:
+            reservation.release()
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One request: ``view`` and ``position`` in the file of ``path``, ``inside`` of the extent.
+
+    ``target``: the memory that gets the first bytes of ``view`` when they have been read and found good.
+    """
+
+    path: int
+    position: int
+    inside: int
+    view: memoryview
+    bounce: bool
+    target: memoryview | None = None
+
+
+def _read_last_page_whole(pieces: list[_Piece], sums: PageChecksums) -> None:
+    """Where a read ends within what was written of a page, read all of that, or it could not be verified."""
+    last = pieces[-1]
+    whole = last.view.nbytes // PAGE * PAGE
+    if last.view.nbytes == whole or sums.length(last.inside + whole) <= last.view.nbytes - whole:
+        return
+    scratch = memoryview(mmap.mmap(-1, PAGE))
+    tail = _Piece(last.path, last.position + whole, last.inside + whole, scratch, False, last.view[whole:])
+    if whole:
+        last.view = last.view[:whole]
+        pieces.append(tail)
+    else:
+        pieces[-1] = tail
+
+
 class _Completion:
-    """Ends one request: counters, the store's failure, then the ticket, in this order."""
+    """Ends one request: checksum, counters, the store's failure, then the ticket, in this order."""
 
-    __slots__ = ("_core", "_path", "_ticket")
+    __slots__ = ("_core", "_piece", "_sums", "_ticket")
 
-    def __init__(self, core: _Core, ticket: Ticket, path: int) -> None:
+    def __init__(self, core: _Core, ticket: Ticket, piece: _Piece, sums: PageChecksums | None) -> None:
         self._core = core
         self._ticket = ticket
-        self._path = path
+        self._piece = piece
+        self._sums = sums
 
     def __call__(self, request: Request, error: BaseException | None) -> None:
+        if error is None and not request.write and self._sums is not None:
+            error = self._verify(request, self._sums)
         moved = 0 if error is not None else request.view.nbytes
-        self._core.stats.end(write=request.write, path=self._path, nbytes=moved, bounced=request.bounce)
+        self._core.stats.end(write=request.write, path=self._piece.path, nbytes=moved, bounced=request.bounce)
         if error is not None:
             strip_frames(error)
             # Only what the request itself met fails the store; a cancelled one says "closed", or the first error.
             if type(error) is not SwapError:
                 self._core.fail(error)
         self._ticket.finish_part(error)
+
+    def _verify(self, request: Request, sums: PageChecksums) -> BaseException | None:
+        piece = self._piece
+        try:
+            bad = sums.check(piece.inside, request.view)
+        except Exception as failure:
+            return failure
+        if bad is not None:
+            offset, what = bad
+            cause = OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
+            return request.failure(
+                cause, f"{what} (swap.checksum)", offset=piece.position + offset - piece.inside, nbytes=PAGE
+            )
+        if piece.target is not None:
+            piece.target[:] = request.view[: piece.target.nbytes]
+        return None
+
+
+def _start_of(buffer: torch.Tensor) -> int:
+    """Bytes from the start of the buffer's storage to its first element."""
+    return int(buffer.storage_offset()) * buffer.element_size()
 
 
 def _check_buffer(buffer: torch.Tensor, extent: Extent) -> int:

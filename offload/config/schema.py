@@ -159,6 +159,11 @@ class SwapConfig(Section):
     direct: FlagOrAuto = "auto"
     """O_DIRECT; ``auto`` probes each path."""
     checksum: bool = False
+    """Keep the CRC32C of every page and compare it at every read."""
+    timeout: NotNegative = 15.0
+    """Seconds without an answer after which an I/O request is an error; 0 waits for ever."""
+    endurance_tbw: OrNone[Positive] = None
+    """Terabytes (10^12 bytes) that each drive may be written in its life, as its data sheet says."""
 
 
 class ParallelConfig(Section):

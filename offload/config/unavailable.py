@@ -27,10 +27,6 @@ def unavailable(config: Config, environ: Mapping[str, str]) -> list[str]:
         refuse("schedule.micro_batch_order", "layer_major", "use 'batch_major' or 'auto'")
     if config.schedule.loss_chunk is not None:
         refuse("schedule.loss_chunk", config.schedule.loss_chunk, "remove the key")
-    if config.swap.engine == "io_uring":
-        refuse("swap.engine", "io_uring", "use 'threads', 'aiofiles' or 'auto'")
-    if config.swap.checksum:
-        refuse("swap.checksum", True, "use false")
     world_size = environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         problems.append(f"WORLD_SIZE = {world_size}: this version trains in one process; start one rank only")

@@ -25,6 +25,7 @@ from swap.engines.protocol import BounceSource, Request, RequestFile, System
 from swap.engines.queue import RequestQueue
 from swap.engines.system import transfer
 from swap.engines.threads import join_all
+from swap.engines.watch import Watch
 from swap.errors import SwapError
 
 
@@ -95,11 +96,26 @@ class AiofilesEngine:
 
     name = "aiofiles"
 
-    def __init__(self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "") -> None:
+    def __init__(
+        self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "", timeout: float = 0.0
+    ) -> None:
         self._queue = RequestQueue()
-        self._server = _Server(self._queue, system, bounce, queue_depth, owner)
+        self._watch = Watch(timeout, owner)
+        self._server = _Server(self._queue, self._watch, system, bounce, queue_depth, owner)
         self._thread = threading.Thread(target=self._server.run, name=f"swap-aiofiles-{owner}", daemon=True)
         self._thread.start()
+
+    def splits(self, file: RequestFile) -> bool:
+        return False
+
+    def add_file(self, file: RequestFile) -> None:
+        pass
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        pass
 
     def submit(self, request: Request) -> None:
         self._queue.push(request)
@@ -111,17 +127,20 @@ class AiofilesEngine:
     def close(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
         self._queue.close()
+        self._watch.close()
         self._server.wake()
-        return join_all([self._thread, *self._server.executor.threads], max(0.0, deadline - time.monotonic()))
+        threads = [self._thread, *self._server.executor.threads, *self._watch.threads]
+        return join_all(threads, max(0.0, deadline - time.monotonic()))
 
 
 class _Server:
     """What the loop's thread runs. It refers to the queue, never to the engine or the store."""
 
     def __init__(
-        self, queue: RequestQueue, system: System, bounce: BounceSource, queue_depth: int, owner: str
+        self, queue: RequestQueue, watch: Watch, system: System, bounce: BounceSource, queue_depth: int, owner: str
     ) -> None:
         self._queue = queue
+        self._watch = watch
         self._system = system
         self._bounce = bounce
         self._depth = queue_depth
@@ -163,6 +182,7 @@ class _Server:
 
     async def _serve(self, request: Request) -> None:
         error: BaseException | None = None
+        self._watch.begin(request)
         try:
             handle = self._handle(request.file)
             try:
@@ -173,7 +193,7 @@ class _Server:
             error = failure if isinstance(failure, SwapError) else request.failure(failure)
         except BaseException as failure:
             error = failure
-        request.done(request, error)
+        self._watch.end(request, error)
 
     def _handle(self, file: RequestFile) -> AsyncFileIO:
         idle = self._idle.setdefault(file.fd, [])

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from swap.errors import SwapIOError
+
+
+class Priority(IntEnum):
+    """Which requests are served first; a request of a lower number never waits behind one of a higher."""
+
+    WEIGHT_READ = 0
+    STATE_READ = 1
+    STATE_WRITE = 2
+    SPILL = 3
 
 
 class RequestFile(Protocol):
@@ -50,13 +60,18 @@ class Request:
     def operation(self) -> str:
         return "write" if self.write else "read"
 
-    def failure(self, cause: OSError | None, detail: str = "") -> SwapIOError:
-        """The error of this request, for a failed system call or for something wrong in its result."""
+    def failure(
+        self, cause: OSError | None, detail: str = "", *, offset: int | None = None, nbytes: int | None = None
+    ) -> SwapIOError:
+        """The error of this request, for a failed system call or for something wrong in its result.
+
+        ``offset`` and ``nbytes`` narrow it to a part of the request.
+        """
         error = SwapIOError(
             operation=self.operation,
             path=self.file.path,
-            offset=self.offset,
-            nbytes=self.view.nbytes,
+            offset=self.offset if offset is None else offset,
+            nbytes=self.view.nbytes if nbytes is None else nbytes,
             errno=None if cause is None else cause.errno,
             detail=detail,
         )
@@ -73,6 +88,18 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def splits(self, file: RequestFile) -> bool:
+        """Whether requests on ``file`` may be of any size, because the engine cuts them into blocks itself."""
+
+    def add_file(self, file: RequestFile) -> None:
+        """Requests on ``file`` will come."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Transfers will often use this memory: prepare it, if that helps and the system lets us. Never fails."""
+
+    def unregister(self, address: int) -> None:
+        """The memory registered at ``address`` is about to be unmapped."""
 
     def submit(self, request: Request) -> None:
         """Queue a request; never blocks. SwapError after ``close``."""

@@ -1,13 +1,14 @@
-"""The default engine: a pool of threads in preadv and pwritev, which release the GIL."""
+"""The engine without io_uring: a pool of threads in preadv and pwritev, which release the GIL."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from swap.engines.protocol import BounceSource, Request, System
+from swap.engines.protocol import BounceSource, Request, RequestFile, System
 from swap.engines.queue import RequestQueue
 from swap.engines.system import transfer
+from swap.engines.watch import Watch
 
 
 class ThreadsEngine:
@@ -15,10 +16,13 @@ class ThreadsEngine:
 
     name = "threads"
 
-    def __init__(self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "") -> None:
+    def __init__(
+        self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "", timeout: float = 0.0
+    ) -> None:
         self._queue = RequestQueue()
+        self._watch = Watch(timeout, owner)
         # The threads know the queue, not the engine: a forgotten engine can be collected while they sleep.
-        arguments = (self._queue, system, bounce)
+        arguments = (self._queue, self._watch, system, bounce)
         self._threads = [
             threading.Thread(target=_serve, args=arguments, name=f"swap-io-{owner}-{number}", daemon=True)
             for number in range(queue_depth)
@@ -28,7 +32,20 @@ class ThreadsEngine:
                 thread.start()
         except BaseException:
             self._queue.close()
+            self._watch.close()
             raise
+
+    def splits(self, file: RequestFile) -> bool:
+        return False
+
+    def add_file(self, file: RequestFile) -> None:
+        pass
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        pass
 
     def submit(self, request: Request) -> None:
         self._queue.push(request)
@@ -38,20 +55,22 @@ class ThreadsEngine:
 
     def close(self, timeout: float) -> bool:
         self._queue.close()
-        return join_all(self._threads, timeout)
+        self._watch.close()
+        return join_all([*self._threads, *self._watch.threads], timeout)
 
 
-def _serve(queue: RequestQueue, system: System, bounce: BounceSource) -> None:
+def _serve(queue: RequestQueue, watch: Watch, system: System, bounce: BounceSource) -> None:
     while True:
         request = queue.pop()
         if request is None:
             return
         error: BaseException | None = None
+        watch.begin(request)
         try:
             _perform(request, system, bounce)
         except BaseException as failure:
             error = failure
-        request.done(request, error)
+        watch.end(request, error)
         # A sleeping thread must not be what keeps a caller's tensor, or the frames of an error, alive.
         del request, error
 

@@ -142,8 +142,6 @@ def test_values_that_contradict_each_other(source: Any) -> None:
         "schedule.optimizer_step=deferred",
         "schedule.micro_batch_order=layer_major",
         "schedule.loss_chunk=1024",
-        "swap.engine=io_uring",
-        "swap.checksum=true",
         "parallel.shard_size=2",
     ],
 )
