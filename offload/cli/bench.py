@@ -37,3 +37,56 @@ def optimizer_command(
     except ValueError as error:  # OFFLOAD_ISA, OFFLOAD_THREADS
         raise click.UsageError(str(error)) from None
     click.echo(text)
+
+
+@bench_group.command("io")
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
+@click.option("--bytes", "size", default="4GiB", show_default=True, help="Bytes of the last, long measurement.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Repetitions of it.")
+@click.option("--engine", "engines", multiple=True, type=click.Choice(["io_uring", "threads", "aiofiles"]))
+@click.option("--request", default=None, help="Bytes of one request to the store; by default 16 MiB.")
+@click.option("--checksum", is_flag=True, help="With swap.checksum in the long measurement.")
+@click.option("--no-fio", is_flag=True, help="Do not run fio, even if it is installed.")
+@click.option("--quick", is_flag=True, help="One setting per engine instead of a sweep.")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def io_command(
+    paths: tuple[str, ...],
+    as_json: bool,
+    size: str,
+    rounds: int,
+    engines: tuple[str, ...],
+    request: str | None,
+    checksum: bool,
+    no_fio: bool,
+    quick: bool,
+    debug: bool,
+) -> None:
+    """The drives under PATH (striped over all), with every engine, and beside fio where that is installed.
+
+    Writes several times --bytes to each path. Prints the rates, the best setting with its [swap] section, and the
+    mixing penalty delta: a step that reads r and writes w bytes takes max(r/R, w/W) + delta * min(r/R, w/W).
+    """
+    from offload.cli.failures import reported
+    from offload.config import ConfigError
+    from swap.geometry import parse_bytes
+
+    with reported(debug=debug):
+        from offload.bench import io
+
+        try:
+            text = io.run(
+                paths,
+                nbytes=parse_bytes(size),
+                rounds=rounds,
+                engines=engines,
+                with_fio=not no_fio,
+                quick=quick,
+                request=None if request is None else parse_bytes(request),
+                checksum=checksum,
+                as_json=as_json,
+                say=lambda line: click.echo(line, err=True),
+            )
+        except ValueError as error:
+            raise ConfigError([" ".join(str(error).split())]) from error
+        click.echo(text)
