@@ -120,3 +120,39 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Processors' worth of time that the tightest CPU cgroup (v1 or v2) of this process grants; None without limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        names = ("cpu",) if controllers else ("", "unified")
+        for base in (root / "sys/fs/cgroup" / name for name in names):
+            folder = base / path.lstrip("/")
+            while True:
+                quota = _quota_of(folder, unified=not controllers)
+                if quota is not None:
+                    quotas.append(quota)
+                if folder == base or base not in folder.parents:
+                    break
+                folder = folder.parent
+    return min(quotas, default=None)
+
+
+def _quota_of(folder: Path, *, unified: bool) -> float | None:
+    try:
+        if unified:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        return int(quota) / int(period) if quota != "max" and int(quota) > 0 and int(period) > 0 else None
+    except (OSError, ValueError):
+        return None

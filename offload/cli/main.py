@@ -9,6 +9,7 @@ import click
 
 from offload.cli.bench import bench_group
 from offload.cli.clean import clean_command
+from offload.cli.doctor import doctor_command
 from offload.cli.train import train_command
 
 
@@ -37,3 +38,4 @@ def _version_of(distribution: str) -> str:
 main.add_command(train_command)
 main.add_command(bench_group)
 main.add_command(clean_command)
+main.add_command(doctor_command)
