@@ -269,7 +269,9 @@ def _request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch
         aliases_host=device.aliases_host,
         device_is_host_memory=device.kind != "cuda",
         rest_on_device=device.kind == "cuda" or config.memory.device != "auto",
-        bounce=(DEFAULT_QUEUE_DEPTH if config.swap.queue_depth == "auto" else config.swap.queue_depth) * PAGE,
+        bounce=(DEFAULT_QUEUE_DEPTH if config.swap.queue_depth == "auto" else config.swap.queue_depth)
+        * max(1, len(config.memory.nvme_paths))
+        * PAGE,
         checksum=config.swap.checksum,
     )
 
@@ -309,6 +311,7 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
                 direct=swap.direct,
                 timeout=swap.timeout,
                 checksum=swap.checksum,
+                endurance=None if swap.endurance_tbw is None else int(swap.endurance_tbw * 10**12),
                 faults=faults,
             )
         memory.open_staging(plan.staging, plan.slot_bytes)

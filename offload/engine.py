@@ -470,6 +470,19 @@ class Engine(StateAccess):
             "unit_loads": sum(unit.loads for unit in self._residency.units),
         }
 
+    def wear(self, total_steps: int | None = None) -> dict[str, dict[str, int | float | None]]:
+        """For each swap path the bytes written so far and per step and, with `swap.endurance_tbw`, the percent of the
+        drive's life that they are and the steps left in it. Warns once if `total_steps` steps would use much of it.
+        """
+        store = self._memory.store
+        if store is None:
+            return {}
+        written = store.stats.path_write_bytes
+        if self._step_count == 0:
+            store.wear.begin_steps(written)
+        store.wear.check(written, steps=self._step_count, total_steps=total_steps)
+        return {entry.path: entry.to_dict() for entry in store.wear.report(written, self._step_count)}
+
     def memory(self) -> MemoryReport:
         """Planned and measured bytes by tier and kind."""
         budget, tiers = self._memory.budget, [str(t) for t in Tier]

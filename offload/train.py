@@ -58,6 +58,7 @@ class _Trainer:
         self.swap_directory: Path | None = None
         self.memory: dict[str, Any] = {}
         self.moved = dict.fromkeys(MOVED, 0)
+        self.wear: dict[str, dict[str, int | float | None]] = {}
         self.steps = self.tokens = self.skipped_steps = 0
         self.step_seconds, self.started = 0.0, time.perf_counter()
         self.losses: list[float] = []
@@ -109,6 +110,7 @@ class _Trainer:
             self.engine = offload.initialize(
                 model, config, param_groups=groups, lr_scheduler=self._scheduler_maker(config)
             )
+        self.wear = self.engine.wear()
         self.progress.say(self.engine.describe())
         self.progress.say(describe_groups(groups))
         return self.engine
@@ -142,6 +144,7 @@ class _Trainer:
         self.step_seconds += seconds
         self.losses.append(sum(losses) / count)
         before, self.moved = self.moved, self._moved(engine)
+        worn, self.wear = self.wear, engine.wear(self.config.train.steps)
         if not result.stepped:
             self.skipped_steps += 1
             self.progress.say(f"step {self.steps} skipped: {result.skipped_reason}")
@@ -158,6 +161,10 @@ class _Trainer:
                     "tokens": self.tokens,
                     "seconds": seconds,
                     **{name: self.moved[name] - before[name] for name in MOVED},
+                    "nvme_write_bytes_by_path": {
+                        path: int(entry["written_bytes"] or 0) - int(worn[path]["written_bytes"] or 0)
+                        for path, entry in self.wear.items()
+                    },
                 }
             )
         self.progress.step(
@@ -191,6 +198,7 @@ class _Trainer:
         try:
             if self.engine is not None:
                 self.moved = self._moved(self.engine)
+                self.wear = self.engine.wear()
                 self.memory = self.engine.memory().to_dict()
                 self.engine.close()
         finally:
@@ -213,6 +221,7 @@ class _Trainer:
             "peak_rss_bytes": peak_rss_bytes(),
             "memory": self.memory,
             **self.moved,
+            "wear": self.wear,
             "step_seconds_median_by_phase": self.timers.medians(),
             "interrupted": self.interrupted,
             "error": self.error,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterable, Sequence
 
 from swap.engines.protocol import System
@@ -10,6 +11,8 @@ from swap.errors import SwapIOError
 from swap.extents import FreeSpace, Segment
 from swap.files import SwapFile
 from swap.geometry import PAGE
+
+_log = logging.getLogger(__name__)
 
 _GROWTH = 64 * 1024 * 1024
 """Smallest growth of a file in bytes, where capacity and disk allow: few, long runs of blocks."""
@@ -20,17 +23,29 @@ Piece = tuple[int, int]
 class SwapSpace:
     """Allocates over several swap files. Not thread-safe: the store holds its lock.
 
-    An extent of at most one stripe lies on the path with most room; a longer one is dealt out in stripes, round
-    robin over all paths that have room. ``capacity`` bounds the bytes of all files together (None: the disks do).
+    An extent of at most one stripe lies on the path with most room; a longer one is dealt out in stripes over all
+    paths that have room, in proportion to ``weights`` (None: in equal parts). ``capacity`` bounds the bytes of all
+    files together (None: the disks do).
     """
 
-    def __init__(self, files: Sequence[SwapFile], system: System, *, stripe: int, capacity: int | None) -> None:
+    def __init__(
+        self,
+        files: Sequence[SwapFile],
+        system: System,
+        *,
+        stripe: int,
+        capacity: int | None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self._files = files
         self._system = system
         self._stripe = stripe
         self.capacity = capacity
         self._free = [FreeSpace() for _ in files]
-        self._next = 0
+        self._weights = tuple(weights or (1.0,) * len(files))
+        # How much of its share each path is behind: what lets short extents add up to the right proportion.
+        self._credit = [0.0] * len(files)
+        self._full: set[int] = set()
 
     @property
     def file_bytes(self) -> int:
@@ -47,12 +62,8 @@ class SwapSpace:
         if nbytes == 0:
             return ()
         usable = list(range(len(self._files)))
-        if len(usable) > 1:
-            if nbytes <= self._stripe:
-                usable.sort(key=self._room, reverse=True)
-            else:
-                usable = usable[self._next :] + usable[: self._next]
-                self._next = (self._next + 1) % len(usable)
+        if len(usable) > 1 and nbytes <= self._stripe:
+            usable.sort(key=self._room, reverse=True)
         full: SwapIOError | None = None
         while usable:
             spread = usable if nbytes > self._stripe else usable[:1]
@@ -60,6 +71,9 @@ class SwapSpace:
             if placed is not None:
                 return placed
             full = error or full
+            if error is not None and lacking not in self._full and len(self._files) > 1:
+                self._full.add(lacking)
+                _log.warning("swap: path %s is full (%s): the other paths take its part", error.path, error.strerror)
             # Whoever has no room for its share is left out, and the others share its part.
             usable = [path for path in usable if path != lacking]
         if full is not None:
@@ -79,10 +93,11 @@ class SwapSpace:
     ) -> tuple[tuple[Segment, ...] | None, int, SwapIOError | None]:
         """(segments, -, -), or (None, the path that lacks room, its error if the disk said so)."""
         stripe = self._stripe if len(paths) > 1 else nbytes
-        stripes, rest = divmod(nbytes, stripe)
-        rounds, extra = divmod(stripes, len(paths))
-        shares = {path: (rounds + (number < extra)) * stripe for number, path in enumerate(paths)}
-        shares[paths[extra]] += rest
+        sizes = [min(stripe, nbytes - start) for start in range(0, nbytes, stripe)]
+        credit, owners = self._deal_out(len(sizes), paths)
+        shares = dict.fromkeys(paths, 0)
+        for path, size in zip(owners, sizes, strict=True):
+            shares[path] += size
         pieces: dict[int, list[Piece]] = {}
         for path, share in shares.items():
             error: SwapIOError | None = None
@@ -98,11 +113,21 @@ class SwapSpace:
                 self._undo(pieces)
                 return None, path, error
             pieces[path] = taken
-        chunks = (
-            (paths[number % len(paths)], min(stripe, nbytes - start))
-            for number, start in enumerate(range(0, nbytes, stripe))
-        )
-        return _deal(chunks, pieces), -1, None
+        self._credit = credit
+        return _deal(zip(owners, sizes, strict=True), pieces), -1, None
+
+    def _deal_out(self, count: int, paths: list[int]) -> tuple[list[float], list[int]]:
+        """(credits afterwards, the path of each of ``count`` stripes): whoever is furthest behind its share is next."""
+        credit = list(self._credit)
+        total = sum(self._weights[path] for path in paths)
+        owners = []
+        for _ in range(count):
+            for path in paths:
+                credit[path] += self._weights[path] / total
+            owner = max(paths, key=lambda path: credit[path])
+            credit[owner] -= 1.0
+            owners.append(owner)
+        return credit, owners
 
     def _undo(self, pieces: dict[int, list[Piece]]) -> None:
         for path, taken in pieces.items():

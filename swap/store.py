@@ -30,12 +30,13 @@ from swap.promises import Promise
 from swap.space import SwapSpace
 from swap.stats import SwapStats
 from swap.tickets import Ticket, fresh, strip_frames
+from swap.wear import WearLedger
 
 DEFAULT_BLOCK = 1024 * 1024
 """Bytes of one request; larger ones gain nothing on the drives measured and delay those behind them."""
 
 DEFAULT_QUEUE_DEPTH = 4
-"""Requests in flight per store."""
+"""Blocks in flight per path."""
 
 DEFAULT_TIMEOUT = 15.0
 """Seconds without an answer after which a block is an error; a healthy drive answers within one."""
@@ -50,12 +51,14 @@ class SwapStore:
     """Swap files under ``paths`` (existing directories) and the extents in them. Thread-safe.
 
     - ``engine``: "auto", "io_uring", "threads" or "aiofiles"; ``block``: bytes per request to the kernel;
-      ``queue_depth``: blocks in flight; ``timeout``: seconds without an answer after which one is an error (0: never).
+      ``queue_depth``: blocks in flight per path; ``timeout``: seconds without an answer that are an error (0: never).
     - ``capacity``: bytes that the store may take on all paths together; free space for them is checked here.
     - ``budget``: charged on its "nvme" tier for every extent, on "host" for the few bounce pages.
     - ``direct``: "auto" probes O_DIRECT path by path; True insists on it; False never uses it.
     - ``checksum``: every read is compared with the CRC32C of what was written; ``BYTES_PER_PAGE`` bytes of host memory
       for every page of an extent, charged as "checksums".
+    - ``endurance``: bytes that each drive may be written in its life; a run that takes much of it is warned once.
+    - ``weights``: for each path, its bandwidth relative to the others: long extents are dealt out accordingly.
     - ``faults``: a fault plan to inject beneath the engine. ``owner``: a word for thread names.
 
     Raises SwapPathError (a ValueError) for a path that is missing, unwritable, too small or, with ``direct=True``,
@@ -76,6 +79,8 @@ class SwapStore:
         direct: str | bool = "auto",
         timeout: float | None = None,
         checksum: bool = False,
+        endurance: int | None = None,
+        weights: Sequence[float] | None = None,
         faults: FaultPlan | None = None,
         owner: str = "",
     ) -> None:
@@ -86,9 +91,14 @@ class SwapStore:
         if timeout < 0:
             raise ValueError(f"swap.timeout must not be negative, got {timeout}")
         self._paths = tuple(str(root) for root in roots)
+        if endurance is not None and endurance <= 0:
+            raise ValueError(f"swap.endurance_tbw must be positive, got {endurance} bytes")
+        if weights is not None and (len(weights) != len(roots) or not all(weight > 0 for weight in weights)):
+            raise ValueError(f"{len(roots)} paths need as many positive weights, got {list(weights)}")
+        self._wear = WearLedger(self._paths, endurance)
         budget = Budget({}) if budget is None else budget
         system: System = OperatingSystem() if faults is None else faults.wrap(OperatingSystem())
-        self._core = _Core(budget, system, block, checksum)
+        self._core = _Core(budget, system, block, checksum, self._wear, weights)
         # The core knows nothing of this object: a store that was forgotten is closed by the finalizer.
         self._finalizer = weakref.finalize(self, self._core.close)
         try:
@@ -132,6 +142,11 @@ class SwapStore:
         """Bytes in extents."""
         with self._core.lock:
             return self._core.space.used_bytes
+
+    @property
+    def wear(self) -> WearLedger:
+        """What is known of the drives' endurance; ``stats.path_write_bytes`` is what its methods want."""
+        return self._wear
 
     @property
     def closed(self) -> bool:
@@ -256,15 +271,25 @@ def _check_arguments(
 class _Core:
     """All resources of a store. Requests refer to it, it never refers to the store."""
 
-    def __init__(self, budget: Budget, system: System, block: int, checksum: bool) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        system: System,
+        block: int,
+        checksum: bool,
+        wear: WearLedger,
+        weights: Sequence[float] | None,
+    ) -> None:
         self.checksum = checksum
+        self.wear = wear
+        self.weights = weights
         self.budget = budget
         self.system = system
         self.block = block
         self.files: list[SwapFile] = []
         self.promise = Promise()
         self.space = SwapSpace((), system, stripe=STRIPE, capacity=None)
-        self.stats = SwapStats(0)
+        self.stats = SwapStats(())
         self.engine_name = ""
         self.closed = False
         self.fully_closed = False
@@ -290,8 +315,12 @@ class _Core:
             self.files.append(open_swap_file(root, direct))
         limits = [limit for limit in (capacity, self.budget.limit("nvme")) if limit is not None]
         stripe = align_up(STRIPE, self.block)
-        self.space = SwapSpace(self.files, self.system, stripe=stripe, capacity=min(limits, default=None))
-        self.stats = SwapStats(len(self.files))
+        self.space = SwapSpace(
+            self.files, self.system, stripe=stripe, capacity=min(limits, default=None), weights=self.weights
+        )
+        self.stats = SwapStats([str(root) for root in roots], weights=self.weights)
+        # Each path has its own queue's worth of blocks: a slow drive must not keep the others waiting.
+        depth *= len(roots)
         if capacity is not None:
             self.promise.request(capacity, self.files)
         self._bounce = BouncePool(depth if any(file.direct for file in self.files) else 0, self.budget)
@@ -390,7 +419,7 @@ class _Core:
                 _read_last_page_whole(pieces, sums)
         ticket = Ticket(len(pieces), buffer)
         for piece in pieces:
-            self.stats.begin(write=write)
+            self.stats.begin(write=write, path=piece.path)
             request = Request(
                 file=self.files[piece.path],
                 offset=piece.position,
@@ -549,7 +578,10 @@ class _Completion:
         if error is None and not request.write and self._sums is not None:
             error = self._verify(request, self._sums)
         moved = 0 if error is not None else request.view.nbytes
-        self._core.stats.end(write=request.write, path=self._piece.path, nbytes=moved, bounced=request.bounce)
+        stats = self._core.stats
+        stats.end(write=request.write, path=self._piece.path, nbytes=moved, bounced=request.bounce)
+        if request.write and stats.path_write_bytes[self._piece.path] > self._core.wear.threshold:
+            self._core.wear.check(stats.path_write_bytes)
         if error is not None:
             strip_frames(error)
             # Only what the request itself met fails the store; a cancelled one says "closed", or the first error.
