@@ -124,7 +124,8 @@ class SwapSpace:
         for _ in range(count):
             for path in paths:
                 credit[path] += self._weights[path] / total
-            owner = max(paths, key=lambda path: credit[path])
+            # Rounded, so that equal shares stay equal.
+            owner = max(paths, key=lambda path: round(credit[path], 6))
             credit[owner] -= 1.0
             owners.append(owner)
         return credit, owners
