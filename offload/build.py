@@ -34,13 +34,16 @@ from swap.devices import Device, create_device
 from swap.faults import FaultPlan
 from swap.files import check_path, open_swap_file
 from swap.geometry import PAGE, format_bytes
-from swap.store import DEFAULT_QUEUE_DEPTH, SwapStore
+from swap.store import SwapStore
+from swap.tuning import MOST_DEPTH, tune
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TRAINABLE = (torch.float32, torch.bfloat16, torch.float16)
 HOST_SHARE = 0.85
 DEVICE_SHARE = 0.9
 DISK_SHARE = 0.95
+PROBE_FROM = 1 << 30
+"""Bytes in swap files from which a drive is worth the seconds of a first probe."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +272,7 @@ def _request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch
         aliases_host=device.aliases_host,
         device_is_host_memory=device.kind != "cuda",
         rest_on_device=device.kind == "cuda" or config.memory.device != "auto",
-        bounce=(DEFAULT_QUEUE_DEPTH if config.swap.queue_depth == "auto" else config.swap.queue_depth)
+        bounce=(MOST_DEPTH if config.swap.queue_depth == "auto" else config.swap.queue_depth)
         * max(1, len(config.memory.nvme_paths))
         * PAGE,
         checksum=config.swap.checksum,
@@ -301,13 +304,15 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
         nvme = plan.total(Tier.NVME)
         if nvme:  # first, since it may refuse a path or lack space on it
             swap = config.swap
+            tuning = None if faults else tune(config.memory.nvme_paths, engine=swap.engine, probe=nvme >= PROBE_FROM)
             memory.store = SwapStore(
                 config.memory.nvme_paths,
                 engine=swap.engine,
                 capacity=nvme,
                 budget=budget,
-                block=None if swap.block == "auto" else swap.block,
-                queue_depth=None if swap.queue_depth == "auto" else swap.queue_depth,
+                block=swap.block if swap.block != "auto" else tuning.block if tuning else None,
+                queue_depth=swap.queue_depth if swap.queue_depth != "auto" else tuning.queue_depth if tuning else None,
+                weights=tuning.weights if tuning else None,
                 direct=swap.direct,
                 timeout=swap.timeout,
                 checksum=swap.checksum,

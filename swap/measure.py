@@ -137,7 +137,7 @@ class Bench:
         cpu = _cpu_seconds()
         begun = time.perf_counter()
         for write, offset in self._requests(pattern, endless=seconds is not None):
-            if deadline is not None and time.perf_counter() > deadline:
+            if deadline is not None and moved and time.perf_counter() > deadline:
                 break
             if not free:
                 ticket, index = under_way.popleft()

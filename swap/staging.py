@@ -91,7 +91,9 @@ class StagingPool:
         self._stride = stride
         self._poison = poison
         self._memory = HostPool(budget, "host", "staging", register=register, unregister=unregister, poison=poison)
-        self._region: torch.Tensor | None = self._memory.take(count * stride, what="swap.staging")
+        self._region: torch.Tensor | None = self._memory.take(
+            count * stride, what="swap.staging", populate=True
+        )
         self._free: deque[int] = deque(range(count))
         self._waiters: deque[SimpleQueue[int | None]] = deque()
         self._in_use = 0
