@@ -216,7 +216,7 @@ def _path(path: str) -> Iterator[Check]:
         yield Check(
             name=name,
             status="warning",
-            detail=f"is on {kind}: swap there takes memory instead of saving it, and has no direct I/O",
+            detail=f"is on {kind}: swap there takes memory instead of saving it",
             remedy="choose a directory on a drive",
         )
     elif kind in _NETWORK:
