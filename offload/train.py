@@ -110,7 +110,7 @@ class _Trainer:
             self.engine = offload.initialize(
                 model, config, param_groups=groups, lr_scheduler=self._scheduler_maker(config)
             )
-        self.wear = self.engine.wear()
+        self.engine.wear()  # what has been written so far is not what a step writes
         self.progress.say(self.engine.describe())
         self.progress.say(describe_groups(groups))
         return self.engine
@@ -162,7 +162,7 @@ class _Trainer:
                     "seconds": seconds,
                     **{name: self.moved[name] - before[name] for name in MOVED},
                     "nvme_write_bytes_by_path": {
-                        path: int(entry["written_bytes"] or 0) - int(worn[path]["written_bytes"] or 0)
+                        path: int(entry["written_bytes"] or 0) - int(worn.get(path, {}).get("written_bytes") or 0)
                         for path, entry in self.wear.items()
                     },
                 }
