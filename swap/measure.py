@@ -24,7 +24,7 @@ from swap.tickets import Ticket
 PATTERNS = ("write", "read", "mixed")
 """In this order: what is to be read must have been written."""
 
-REQUEST = 16 << 20
+REQUEST = 32 << 20
 """Bytes of one read or write of a training run: about a chunk of a plane."""
 
 _CLIFF = 0.6
