@@ -428,6 +428,7 @@ class _Core:
                 done=_Completion(self, ticket, piece, sums),
                 priority=priority,
                 bounce=piece.bounce,
+                address=piece.address,
             )
             try:
                 self._submit(request)
@@ -448,11 +449,15 @@ class _Core:
     ) -> list[_Piece]:
         """The requests of a transfer: cut at segments, blocks, and the last whole page."""
         padded = align_up(nbytes, PAGE)
-        start = _start_of(buffer)
-        # Writing may read on to the page's end in the buffer's own storage. Reading must not touch those bytes.
-        roomy = write and buffer.untyped_storage().nbytes() - start >= padded
-        view = _bytes_of(buffer, start, padded if roomy else nbytes)
-        aligned = buffer.data_ptr() % PAGE == 0
+        base = buffer.data_ptr()
+        if padded == nbytes:
+            view = _all_bytes_of(buffer)[:nbytes]
+        else:
+            # Writing may read on to the page's end in the buffer's own storage. Reading must not touch those bytes.
+            start = _start_of(buffer)
+            roomy = write and buffer.untyped_storage().nbytes() - start >= padded
+            view = _bytes_of(buffer, start, padded if roomy else nbytes)
+        aligned = base % PAGE == 0
         pieces: list[_Piece] = []
         done = 0
         for segment in extent.slices(offset, padded):
@@ -467,10 +472,10 @@ class _Core:
                 whole = part.nbytes // PAGE * PAGE
                 inside = offset + done
                 if not direct or (aligned and whole == part.nbytes):
-                    pieces.append(_Piece(segment.path, position, inside, part, False))
+                    pieces.append(_Piece(segment.path, position, inside, part, False, base + done))
                 elif aligned:
                     if whole:
-                        pieces.append(_Piece(segment.path, position, inside, part[:whole], False))
+                        pieces.append(_Piece(segment.path, position, inside, part[:whole], False, base + done))
                     pieces.append(_Piece(segment.path, position + whole, inside + whole, part[whole:], True))
                 else:
                     pieces.append(_Piece(segment.path, position, inside, part, True))
@@ -545,6 +550,7 @@ class _Piece:
     inside: int
     view: memoryview
     bounce: bool
+    address: int = 0
     target: memoryview | None = None
 
 
@@ -555,7 +561,7 @@ def _read_last_page_whole(pieces: list[_Piece], sums: PageChecksums) -> None:
     if last.view.nbytes == whole or sums.length(last.inside + whole) <= last.view.nbytes - whole:
         return
     scratch = memoryview(mmap.mmap(-1, PAGE))
-    tail = _Piece(last.path, last.position + whole, last.inside + whole, scratch, False, last.view[whole:])
+    tail = _Piece(last.path, last.position + whole, last.inside + whole, scratch, False, 0, last.view[whole:])
     if whole:
         last.view = last.view[:whole]
         pieces.append(tail)
@@ -624,6 +630,11 @@ def _check_buffer(buffer: torch.Tensor, extent: Extent) -> int:
         shape = tuple(buffer.shape)
         raise ValueError(f"extent {extent.label!r}: the buffer of shape {shape} and dtype {buffer.dtype} {problem}")
     return buffer.numel() * buffer.element_size()
+
+
+def _all_bytes_of(buffer: torch.Tensor) -> memoryview:
+    """The bytes of the buffer; the view keeps its storage alive. The fast way, for requests of whole pages."""
+    return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _bytes_of(buffer: torch.Tensor, start: int, nbytes: int) -> memoryview:

@@ -45,7 +45,8 @@ class Request:
     ``view`` is flat, of format "B", and keeps its memory alive. ``bounce``: the file is direct but address or length
     are not whole pages; the file range rounded up to whole pages is free to be written. Lower ``priority`` is served
     first, equal ones in order of submission. ``done`` is called once, from any thread: with None, or with the
-    exception that ended the request. It must not block and does not raise.
+    exception that ended the request. It must not block and does not raise. ``address`` is that of ``view``, 0 if the
+    submitter did not look it up.
     """
 
     file: RequestFile
@@ -55,6 +56,7 @@ class Request:
     done: Callable[[Request, BaseException | None], None]
     priority: int = 0
     bounce: bool = False
+    address: int = 0
 
     @property
     def operation(self) -> str:

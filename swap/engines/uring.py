@@ -182,7 +182,7 @@ class _Requests:
         number = next(self._numbers)
         self._active[number] = request
         view = request.view
-        address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+        address = request.address or np.frombuffer(view, dtype=np.uint8).ctypes.data
         if address % PAGE or view.nbytes % PAGE or request.offset % PAGE:
             del self._active[number]
             raise SwapError(f"an unaligned {request.operation} reached io_uring; it has to be bounced")

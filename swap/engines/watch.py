@@ -44,7 +44,7 @@ class Watch:
         self._begun: dict[Request, float] = {}
         self._slow: set[Request] = set()
         self._busy = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
         self.threads: list[threading.Thread] = []
         if timeout > 0:
             thread = threading.Thread(target=self._run, name=f"swap-watch-{owner}", daemon=True)
@@ -65,17 +65,14 @@ class Watch:
 
     def close(self) -> None:
         """Let the thread end. What is under way can still be ended."""
-        self._closed = True
+        self._closed.set()
         self._busy.set()
 
     def _run(self) -> None:
         while True:
             self._busy.wait()
-            if self._closed:
+            if self._closed.wait(min(self._timeout / 4, 1.0)):
                 return
-            # Look at most four times per limit; a pause is cut short by nothing, so close() may wait for it: keep it
-            # below the time that a close is given.
-            time.sleep(min(self._timeout / 4, 0.5))
             now = time.monotonic()
             for request, since in list(self._begun.items()):
                 if now - since > self._timeout / 3 and request not in self._slow:
@@ -86,5 +83,5 @@ class Watch:
             if not self._begun:
                 self._busy.clear()
                 # A request may have begun between the check and the clearing.
-                if self._begun or self._closed:
+                if self._begun or self._closed.is_set():
                     self._busy.set()
