@@ -24,8 +24,8 @@ from swap.tickets import Ticket
 PATTERNS = ("write", "read", "mixed")
 """In this order: what is to be read must have been written."""
 
-REQUEST = 32 << 20
-"""Bytes of one read or write of a training run: about a chunk of a plane."""
+REQUEST = 64 << 20
+"""Bytes of one read or write: about the weights of one block of a model of three billion parameters."""
 
 _CLIFF = 0.6
 """A last quarter slower than this part of the first one is worth a word."""

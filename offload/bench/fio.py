@@ -76,6 +76,7 @@ def run(
         "--overwrite=1",
         "--thread",
         "--randrepeat=0",
+        "--scramble_buffers=0",  # we do not change the bytes between writes either
         "--output-format=json",
     ]
     if ioengine == "io_uring":

@@ -45,7 +45,7 @@ def optimizer_command(
 @click.option("--bytes", "size", default="4GiB", show_default=True, help="Bytes of the last, long measurement.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Repetitions of it.")
 @click.option("--engine", "engines", multiple=True, type=click.Choice(["io_uring", "threads", "aiofiles"]))
-@click.option("--request", default=None, help="Bytes of one request to the store; by default 32 MiB.")
+@click.option("--request", default=None, help="Bytes of one request to the store; by default 64 MiB.")
 @click.option("--checksum", is_flag=True, help="With swap.checksum in the long measurement.")
 @click.option("--no-fio", is_flag=True, help="Do not run fio, even if it is installed.")
 @click.option("--quick", is_flag=True, help="One setting per engine instead of a sweep.")
