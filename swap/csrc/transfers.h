@@ -105,7 +105,6 @@ class Driver : public std::enable_shared_from_this<Driver> {
         std::uint64_t issued = 0;    // bytes handed to blocks
         unsigned outstanding = 0;    // blocks
         bool failed = false;
-        bool reported = false;       // the done event is out
         Event error;
     };
 

@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 _DONE, _BEFORE, _AFTER, _STOPPED, _SLOW = range(5)
 _NO_DETAIL, _END_OF_FILE, _TOO_MANY, _STALLED, _TIMEOUT, _CANCELLED = range(6)
 
+_MOST_BLOCK = 1 << 30
+"""One system call moves less than 2 GiB; more would only come back short."""
+
 _live: weakref.WeakSet[UringEngine] = weakref.WeakSet()
 
 
@@ -64,7 +67,9 @@ class UringEngine:
         if module is None:
             raise UringUnavailable(errno.ENOSYS, why)
         plan = system.plan if isinstance(system, FaultySystem) else None
-        driver, number, stage = module.start(queue_depth, block, timeout, plan is not None, registered)
+        driver, number, stage = module.start(
+            queue_depth, min(block, _MOST_BLOCK), timeout, plan is not None, registered
+        )
         if driver is None:
             raise UringUnavailable(number, f"io_uring: {stage} failed: {os.strerror(number)}")
         self._driver = driver
