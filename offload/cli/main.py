@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
+import sys
+from typing import Any
 
-import click
+try:
+    import importlib.metadata
+    import platform
 
-from offload.cli.bench import bench_group
-from offload.cli.clean import clean_command
-from offload.cli.doctor import doctor_command
-from offload.cli.train import train_command
+    import click
+
+    from offload.cli.bench import bench_group
+    from offload.cli.clean import clean_command
+    from offload.cli.doctor import doctor_command
+    from offload.cli.train import train_command
+except KeyboardInterrupt:
+    # Ctrl-C in the first moments, before any command can handle it.
+    print("error: interrupted by SIGINT", file=sys.stderr)
+    sys.exit(130)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Commands that a Ctrl-C ends with the status that shells expect; click's own is 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("error: interrupted by SIGINT", err=True)
+            sys.exit(130)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Train models whose training state does not fit in memory."""
 

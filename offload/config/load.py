@@ -15,6 +15,9 @@ from offload.config.errors import ConfigError
 from offload.config.schema import Config
 from offload.config.unavailable import unavailable
 
+COMMAND_LINE = "command line"
+"""Where overrides come from, in messages."""
+
 DEFAULT_FILE = Path(__file__).with_name("default.toml")
 """The configuration that ``offload train`` uses when it is given none."""
 
@@ -25,7 +28,8 @@ def load_config(source: Config | Mapping[str, Any] | str | Path | None = None, o
     ``source``: a `Config`, a mapping of sections, the path of a ``.toml`` or ``.json`` file, or ``None`` for defaults.
     ``overrides``: ``section.key=value`` strings; values are read as TOML, and as plain strings where that fails.
 
-    Raises `ConfigError` with one line for every problem.
+    Raises `ConfigError` with one line for every problem; lines name the file, or the command line where an override is
+    the cause.
     """
     prefix = ""
     if source is None:
@@ -42,15 +46,38 @@ def load_config(source: Config | Mapping[str, Any] | str | Path | None = None, o
         prefix = f"{source}: "
     else:
         raise ConfigError(f"a configuration is a Config, a dict or the path of a file, not {type(source).__name__}")
-    problems = [line for text in overrides if (line := _apply(values, text)) is not None]
+    # Of the file alone: what is wrong with it does not become the command line's fault.
+    in_source = set(_problems(values)) if overrides else None
+    problems = [f"{COMMAND_LINE}: {line}" for text in overrides if (line := _apply(values, text)) is not None]
+    if source == DEFAULT_FILE:
+        _prefer_factory(values, overrides)
     try:
         config = Config(**values)
     except ConfigError as error:
-        raise ConfigError([*problems, *(f"{prefix}{line}" for line in error.problems)]) from None
+        for line in error.problems:
+            from_source = in_source is None or line in in_source
+            problems.append(f"{prefix if from_source else COMMAND_LINE + ': '}{line}")
+        raise ConfigError(problems) from None
     if problems:
         raise ConfigError(problems)
     _refuse_unavailable(config)
     return config
+
+
+def _problems(values: Mapping[str, Any]) -> tuple[str, ...]:
+    try:
+        Config(**values)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _prefer_factory(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Takes the preset out of the packaged default when an override names a factory: nobody asked for both."""
+    model = values.get("model")
+    named = {override.partition("=")[0].strip() for override in overrides}
+    if isinstance(model, dict) and model.get("factory") not in (None, "none") and "model.preset" not in named:
+        model.pop("preset", None)
 
 
 def _refuse_unavailable(config: Config) -> None:

@@ -153,7 +153,6 @@ def test_a_factory_beside_the_configuration(offload: Command) -> None:
     done = offload(
         "train",
         *settings,
-        "model.preset=none",
         "model.factory=own_model:build",
         "optimizer.scheduler=none",
         "optimizer.warmup_steps=0",
@@ -170,7 +169,7 @@ def test_a_factory_beside_the_configuration(offload: Command) -> None:
     [
         (["none.toml"], "none.toml: no such configuration file"),
         (["train.stesp=3"], "train.stesp: unknown key; did you mean 'train.steps'?"),
-        (["train.steps=many"], "train.steps = 'many': must be a whole number"),
+        (["train.steps=many"], "command line: train.steps = 'many': must be a whole number"),
         (["memory.host=12 parsecs"], "memory.host = '12 parsecs'"),
         (["memory.nvme_paths=missing"], "missing"),
         (["memory.nvme=1MiB", "placement.optimizer=nvme"], "memory.nvme"),
@@ -297,6 +296,23 @@ def test_a_step_that_is_skipped_is_said_and_counted(offload: Command, monkeypatc
     assert "step 2 skipped: " in done.stdout
     steps = [record for record in records if "loss" in record]
     assert steps[1]["lr"] == steps[2]["lr"], "a skipped step does not move the schedule"
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_the_run_is_one_line(offload: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.cli.train._config", interrupt)
+    done = offload("train")
+    assert done.returncode == 130 and done.stderr == "error: interrupted by SIGINT\n" and done.stdout == ""
+
+
+def test_an_interrupt_during_imports_is_one_line(offload: Command) -> None:
+    # A module that the command imports early, replaced by one that is interrupted.
+    (offload.cwd / "tomli.py").write_text("raise KeyboardInterrupt\n")
+    done = offload.apart("train")
+    assert done.returncode == 130 and done.stderr == "error: interrupted by SIGINT\n", done.stderr
 
 
 def test_version(offload: Command) -> None:

@@ -116,7 +116,7 @@ def test_all_problems_come_together() -> None:
     found = problems({"memory": {"host": "much", "hots": 1}, "seed": "x", "train": {"steps": 0}}, "nonsense")
     assert len(found) == 5
     for key in ("memory.host", "memory.hots", "seed", "train.steps", "'nonsense'"):
-        assert any(line.startswith(key) for line in found), (key, found)
+        assert any(line.removeprefix("command line: ").startswith(key) for line in found), (key, found)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +185,30 @@ def test_malformed_overrides(override: str) -> None:
 
 def test_an_override_below_a_value() -> None:
     assert "not a section" in only_problem({"seed": 1}, "seed.x=2")
+
+
+def test_problems_name_the_file_or_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("seed = 'x'\n[optimizer]\nwarmup_steps = 5\nscheduler = 'cosine'\n[model]\npreset = '20m'\n")
+    assert only_problem(path) == f"{path}: seed = 'x': must be a whole number"
+    found = problems(path, "train.steps=0", "model.factory=pkg:f", "optimizer.scheduler=none", "stray")
+    labels = {line.partition(": ")[2].split()[0].rstrip(":"): line.partition(": ")[0] for line in found}
+    line = "command line"
+    assert labels == {"seed": str(path), "train.steps": line, "model": line, "optimizer": line, "'stray'": line}
+    # One that mends the file leaves no problem of the file's.
+    assert only_problem(path, "seed=1", "train.steps=0") == "command line: train.steps = 0: must be at least 1"
+
+
+def test_a_factory_takes_the_place_of_the_default_preset(tmp_path: Path) -> None:
+    for overrides in (["model.factory=pkg:f"], ["model.preset=none", "model.factory=pkg:f"]):
+        model = load_config(DEFAULT_FILE, overrides).model
+        assert model.factory == "pkg:f" and model.preset is None
+    assert load_config(DEFAULT_FILE, ["model.factory=none"]).model.preset == "20m"
+    both = only_problem(DEFAULT_FILE, "model.preset=1b", "model.factory=pkg:f")
+    assert both == "command line: model: factory builds the whole model: remove preset"
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\npreset = '20m'\n")
+    assert "remove preset" in only_problem(path, "model.factory=pkg:f")
 
 
 def test_overrides_do_not_change_their_source() -> None:
