@@ -24,6 +24,7 @@ from offload.optimizer import default_groups
 from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecord
 from offload.placement import Limits, Plan, Request, make_plan
 from offload.planes import SlotQueue
+from offload.recipe import build_param_groups
 from offload.residency import ResidentFlat, Unit, adopt, orphan
 from offload.state import FlatState
 from offload.tiers import Tier, TierMemory
@@ -69,9 +70,8 @@ def check_model(model: nn.Module) -> None:
     """Refuses by name what cannot be carried.
 
     Raises:
-        UnsupportedModelError: wrapped or compiled modules, parameter subclasses (DTensor, quantised), trainable dtypes
-        without fp32 masters,
-            parameters that belong to another engine.
+        UnsupportedModelError: wrapped, compiled or scripted modules, parameter subclasses (DTensor, quantised),
+            trainable dtypes without fp32 masters, parameters that belong to another engine.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"offload.initialize needs an nn.Module, not {type(model).__name__}")
@@ -91,6 +91,11 @@ def check_model(model: nn.Module) -> None:
             raise UnsupportedModelError(
                 f"{label}: compiled as a whole; hooks cannot be traced. Compile the forward of each block instead: "
                 "block.forward = torch.compile(block.forward)"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModelError(
+                f"{label}: a torch.jit.ScriptModule, whose forward runs without the hooks that bring weights in; pass "
+                "the module that it was scripted or traced from"
             )
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -159,7 +164,7 @@ def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn
     specs = split_units(model, config.units.wrap if config.units.wrap == "auto" else list(config.units.wrap))
     named = [item for spec in specs for item in spec.parameters]
     creator = Creator(model, seed=config.seed, init_fn=init_fn)
-    groups = _groups(param_groups, named)
+    groups = _groups(model, config, param_groups, named)
     optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in optimized]
     if forgotten:
@@ -196,9 +201,11 @@ def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn
     )
 
 
-def _groups(param_groups: Any, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+def _groups(
+    model: nn.Module, config: Config, param_groups: Any, named: Sequence[tuple[str, nn.Parameter]]
+) -> list[dict[str, Any]]:
     if param_groups is None:
-        return default_groups(named)
+        return build_param_groups(model, config.optimizer) or default_groups(named)
     known = {id(p) for _, p in named}
     groups = [dict(g) if isinstance(g, dict) else {"params": [g]} for g in param_groups]
     for index, group in enumerate(groups):

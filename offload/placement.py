@@ -321,7 +321,7 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
         if limit is not None and total > limit:
             raise PlanError(
                 f"the plan exceeds memory.{tier} by {format_bytes(total - limit)}: it needs {format_bytes(total)} "
-                f"({_parts(plan, tier)}) of {format_bytes(limit)}{_where(tier, limits)}; {_remedy(tier)}"
+                f"({_parts(plan, tier)}) of {format_bytes(limit)}{_where(tier, limits)}; {_remedy(tier, plan, limits)}"
             )
     in_memory = plan.total(Tier.HOST) + (plan.total(Tier.DEVICE) if request.device_is_host_memory else 0)
     if in_memory > limits.memory_available:
@@ -331,7 +331,7 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
         raise PlanError(
             f"the plan needs {format_bytes(in_memory)} of host memory ({parts}), "
             f"{format_bytes(in_memory - limits.memory_available)} more than {limits.memory_limited_by} has left "
-            f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST)}"
+            f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST, plan, limits)}"
         )
 
 
@@ -345,7 +345,10 @@ def _parts(plan: Plan, tier: Tier) -> str:
     )
 
 
-def _remedy(tier: Tier) -> str:
+def _remedy(tier: Tier, plan: Plan, limits: Limits) -> str:
+    if tier is Tier.DEVICE and plan.planned[str(tier)].get("leases", 0) > (limits.device or 0):
+        # What is in use at once does not fit by itself, wherever weights rest. Prefetching is not part of it yet.
+        return "raise memory.device, or use smaller units (units.wrap): parameters elsewhere still compute there"
     return {
         Tier.DEVICE: "raise memory.device, place parameters on 'host' or 'nvme', or use smaller units (units.wrap)",
         Tier.HOST: "raise memory.host, or place optimizer, gradients or parameters on 'nvme' (with memory.nvme_paths)",

@@ -175,8 +175,12 @@ def test_a_budget_that_is_too_small_says_by_how_much_for_what_and_which_key(tier
 def test_leases_are_part_of_the_device_plan() -> None:
     made = plan(units(), request(**TO_NVME, roots=[[0], [1, 0], [2], [3]], held=[3]), limits())
     assert made.planned["device"] == {"leases": (1 + 2 + 1) * WEIGHT}  # held, the largest root, one ahead
-    with pytest.raises(PlanError, match=r"exceeds memory\.device by 64 KiB.*units\.wrap"):
-        plan(units(), request(**TO_NVME, prefetch=0), limits(device=WEIGHT // 2))
+    for asked in (TO_NVME, {**TO_NVME, "parameters": "host"}):
+        with pytest.raises(
+            PlanError, match=r"exceeds memory\.device by 64 KiB.*raise memory\.device.*units\.wrap"
+        ) as raised:
+            plan(units(), request(**asked, aliases_host=False, prefetch=0), limits(device=WEIGHT // 2))
+        assert "'host'" not in str(raised.value)  # they are not on the device already: that advice cannot help
 
 
 def test_prefetching_takes_what_room_there_is_and_never_insists() -> None:
