@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import enum
 import logging
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from offload.errors import GradientError, OffloadError
 from offload.gradients import Held, norm_factor
 from offload.initialization import InitFn
 from offload.inspection import StateAccess
-from offload.optimizer import EngineOptimizer, make_scheduler
+from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import Loader, SlotQueue
 from offload.randomness import seed_everything
@@ -32,7 +34,7 @@ from offload.residency import Residency, Unit
 from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
 from offload.state import FlatState, Update
-from offload.step import run_jobs
+from offload.step import run_jobs, uninterrupted
 from offload.tiers import Tier
 from optimizer_cpu import AdamWHyper, kernels
 from swap.faults import FaultPlan
@@ -57,6 +59,17 @@ _TRANSITIONS = {
     (Status.FAILED, Status.CLOSED),
     (Status.STEPPING, Status.CLOSED),
 }
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_forgotten() -> None:
+    """Closes the engines that a program leaves open: torch must not take offloaded parameters apart by itself."""
+    for engine in list(_live):
+        with contextlib.suppress(Exception):
+            engine.close()
 
 
 class Engine(StateAccess):
@@ -101,6 +114,7 @@ class Engine(StateAccess):
             self._release_everything()
             raise
         self._ready = True
+        _live.add(self)
 
     def _in_order(self, units: Sequence[Unit]) -> dict[str, ParameterRecord]:
         """All records by name, in the order of `module.named_parameters()`."""
@@ -293,7 +307,7 @@ class Engine(StateAccess):
         """One AdamW step with the gradients summed since the last one; the only optimizer boundary there is.
 
         A step with a non-finite gradient (with `optimizer.check_finite`, or under fp16) changes nothing and names the
-        parameter.
+        parameter. A Ctrl-C takes effect at the end of the step; a second one cuts it short.
 
         Raises:
             OffloadError: the engine is closed, or an earlier step was cut short.
@@ -307,12 +321,13 @@ class Engine(StateAccess):
                 f"step() while {', '.join(busy[:3])} {'is' if len(busy) == 1 else 'are'} in use: "
                 "leave gathered(), and end every forward and backward, before it"
             )
-        with self._lock:
-            result = self._step()
-        if result.stepped:
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+        with uninterrupted():
+            with self._lock:
+                result = self._step()
+            if result.stepped:
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step()
         return result
 
     def _step(self) -> StepResult:
@@ -579,9 +594,10 @@ def initialize(
         model: any `nn.Module`, built normally (its memory is given up as it is taken over) or under
             `offload.empty_init()`.
         config: an `offload.Config`, a dict, or a path to a .toml or .json file.
-        param_groups: as for `torch.optim.AdamW`; by default one group of everything that requires a gradient.
+        param_groups: as for `torch.optim.AdamW`; by default everything that requires a gradient, without weight decay
+            for what `optimizer.no_decay` names.
         lr_scheduler: a callable that makes a torch scheduler from the optimizer, or a scheduler; stepped by
-            `engine.step()`, not on skipped steps.
+            `engine.step()`, not on skipped steps. By default what `optimizer.scheduler` asks for.
         init_fn: `init_fn(module)` gives initial values to the parameters that `module` owns directly; for models on the
             meta device.
         faults: faults to inject beneath the I/O engine, for tests and drills.
@@ -592,5 +608,7 @@ def initialize(
     """
     resolved = load_config(dict(config) if isinstance(config, Mapping) else config)
     groups = None if param_groups is None else list(param_groups)
+    if lr_scheduler is None:
+        lr_scheduler = configured_scheduler(resolved)
     blueprint = draw_up(model, resolved, groups, init_fn)
     return Engine(blueprint, lr_scheduler=lr_scheduler, faults=faults)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offload.binding import Binding
 from offload.errors import GradientError
@@ -213,6 +213,41 @@ class StateAccess(ABC):
             yield
             self._binding.weights_changed([record])
             self._residency.refresh(unit)
+
+    def optimizer_states(self, parameters: Mapping[int, nn.Parameter]) -> dict[int, dict[str, Tensor]]:
+        """`step`, `exp_avg` and `exp_avg_sq` of those of `parameters` that were ever updated, under the same keys."""
+        states: dict[int, dict[str, Tensor]] = {}
+        for key, parameter in parameters.items():
+            record = record_of(parameter)
+            if record is None or not self._steps.get(record.name):
+                continue
+            moments = {kind: self.get_full(record.name, kind) for kind in ("exp_avg", "exp_avg_sq")}
+            step = torch.tensor(float(self._steps[record.name]))
+            states[key] = {"step": step, **{k: v for k, v in moments.items() if v is not None}}
+        return states
+
+    def load_optimizer_states(
+        self, parameters: Mapping[int, nn.Parameter], states: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Sets moments and step counts from `states`; parameters without one start anew.
+
+        Raises:
+            ValueError: a state for a parameter that is not trained here.
+        """
+        records = {key: record_of(parameter) for key, parameter in parameters.items()}
+        for key in states:
+            record = records[key]
+            if record is None or record.name not in self._trainable:
+                raise ValueError(f"load_state_dict: parameter {key} is not trained by this engine")
+        for key, record in records.items():
+            if record is None or record.name not in self._trainable:
+                continue
+            state = states.get(key, {})
+            if not state and not self._steps[record.name]:
+                continue
+            for kind in ("exp_avg", "exp_avg_sq"):
+                self.set_full(record.name, kind, state.get(kind, torch.zeros(record.slot.shape)))
+            self._steps[record.name] = int(state.get("step", 0))
 
     def named_full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter once (a tied one under its first name), one at a time: a CPU tensor in its compute dtype."""

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from offload.config import Config, ConfigError
+from offload.recipe import build_lr_scheduler
 from optimizer_cpu import AdamWHyper
 
 if TYPE_CHECKING:
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
 class EngineOptimizer(torch.optim.Optimizer):
     """Hyperparameters per group, as schedulers and trainers expect them; moments live in the engine's planes.
 
-    Read moments with `engine.named_full_states()` or `engine.get_full(name, kind)`; `state_dict()` holds the groups
-    only.
+    `state_dict()` gathers them into CPU memory in the layout of `torch.optim.AdamW`, and `load_state_dict()` takes such
+    a state, ours or torch's. The fp32 masters of low-precision weights are in neither: read and set them with
+    `engine.get_full(name)` and `engine.set_full(name, "parameter", value)`.
     """
 
     def __init__(self, engine: Engine, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
@@ -55,6 +58,33 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "parameter groups cannot be added after offload.initialize; pass all of them as param_groups"
             )
         super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and, per parameter that was ever updated, `step`, `exp_avg` and `exp_avg_sq` as fp32 CPU tensors."""
+        packed: dict[str, Any] = super().state_dict()
+        packed["state"] = self._owner().optimizer_states(self._numbered())
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hyperparameters, moments and step counts of a `state_dict()` of this class or of `torch.optim.AdamW`.
+
+        Parameters without an entry start anew. Raises ValueError, before anything changes, for states that do not fit.
+        """
+        owner, numbered, states = self._owner(), self._numbered(), dict(state_dict["state"])
+        for index, state in states.items():
+            parameter = numbered.get(index)
+            fits = parameter is not None and all(
+                name in state and tuple(state[name].shape) == tuple(parameter.shape)
+                for name in ("exp_avg", "exp_avg_sq")
+            )
+            if not fits or "step" not in state or "max_exp_avg_sq" in state:
+                raise ValueError(f"load_state_dict: the state of parameter {index} is not an AdamW state of its shape")
+        super().load_state_dict({**state_dict, "state": {}})
+        owner.load_optimizer_states(numbered, states)
+
+    def _numbered(self) -> dict[int, nn.Parameter]:
+        """Parameters by the numbers that torch's state dicts give them: their order over all groups."""
+        return dict(enumerate(p for group in self.param_groups for p in group["params"]))
 
     def __reduce__(self) -> Any:
         raise TypeError("an EngineOptimizer cannot be pickled: it belongs to a running engine")
@@ -102,6 +132,21 @@ def make_scheduler(given: Any, optimizer: EngineOptimizer) -> Any:
             "pass a callable, e.g. lambda optimizer: CosineAnnealingLR(optimizer, 100)"
         )
     return made
+
+
+def configured_scheduler(config: Config) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """A maker of the scheduler that `optimizer.scheduler` asks for, or None.
+
+    Raises:
+        ConfigError: the schedule needs a length and neither `optimizer.total_steps` nor `train.steps` is set.
+    """
+    settings = config.optimizer
+    if settings.scheduler == "none":
+        return None
+    decays = settings.scheduler in ("linear", "cosine")
+    if decays and settings.total_steps == "auto" and "steps" not in config.train.model_fields_set:
+        raise ConfigError([f"optimizer.total_steps: scheduler = {settings.scheduler!r} needs it (or train.steps) set"])
+    return lambda optimizer: build_lr_scheduler(optimizer, settings, steps=config.train.steps)
 
 
 def default_groups(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

@@ -251,9 +251,7 @@ class SlotQueue:
     def acquire(self) -> Slot:
         """A free slot; blocks until there is one. Raises the error of an earlier write, if one failed."""
         self._forget_done()
-        if self._memory.staging is None:
-            raise OffloadError("the engine has no staging pool")
-        return self._memory.staging.acquire()
+        return self._memory.slot()
 
     def give_back(self, slot: Slot, after: Sequence[Completion]) -> None:
         """Releases `slot` once everything in `after` is done. Copies to the device are waited for; writes go on."""

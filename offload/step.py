@@ -5,8 +5,11 @@ beside the kernel.
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FrameType
 
 from offload.planes import SlotQueue
 from offload.state import ChunkJob
@@ -36,3 +39,30 @@ def run_jobs(jobs: Iterable[ChunkJob], queue: SlotQueue, grad_scale: float, ahea
         with contextlib.suppress(Exception):
             queue.drain()
         raise
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds back a Ctrl-C until the block has ended, so that it finds a step done or not begun; but not a second one.
+
+    Only in the main thread, and only where Ctrl-C raises `KeyboardInterrupt` as Python has it by default.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    arrived = False
+
+    def remember(_number: int, _frame: FrameType | None) -> None:
+        nonlocal arrived
+        if arrived:
+            raise KeyboardInterrupt
+        arrived = True
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if arrived:
+        raise KeyboardInterrupt

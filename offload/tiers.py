@@ -10,11 +10,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from offload.errors import OffloadError
 from swap.budget import Budget, Reservation
 from swap.devices import Device, Event
 from swap.slabs import HostPool
-from swap.staging import StagingPool
+from swap.staging import Slot, StagingPool
 from swap.store import SwapStore
+
+_PATIENCE = 5.0  # seconds between looks at whether a slot can still come
+_IDLE_WAITS = 4
 
 
 class Tier(str, enum.Enum):
@@ -57,6 +61,26 @@ class TierMemory:
         self.staging = StagingPool(self.budget, total_bytes, slot_bytes, poison=self._poison, **self._registration())
         if self.store is not None:
             self.store.register_memory(self.staging.memory)
+
+    def slot(self) -> Slot:
+        """A free staging slot; blocks until there is one.
+
+        Raises:
+            OffloadError: none is coming, because nothing is under way that could free one.
+        """
+        if self.staging is None:
+            raise OffloadError("the engine has no staging pool")
+        idle = 0
+        while True:
+            try:
+                return self.staging.acquire(timeout=_PATIENCE)
+            except TimeoutError:
+                idle = idle + 1 if self.store is None or self.store.stats.in_flight == 0 else 0
+            if idle == _IDLE_WAITS:
+                raise OffloadError(
+                    f"all {self.staging.count} staging slots are in use, but for {_PATIENCE * _IDLE_WAITS:.0f} seconds "
+                    "no transfer has been under way that could free one: an interrupt lost a slot; close this engine"
+                )
 
     def host(self, numel: int, dtype: torch.dtype, kind: str, what: str = "") -> Tensor:
         """An uninitialised 1-D host tensor of `numel` elements.

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 3.0
 PROBE_BYTES = 256 << 20
+PROBE_REQUEST = 4 << 20  # at most 64 MiB of buffers, where the benchmark takes 192
 _VERSION = 1
 _CANDIDATES = ((1 << 20, 4), (1 << 20, 16), (4 << 20, 8))
 MOST_DEPTH = max(depth for _, depth in _CANDIDATES)
@@ -92,7 +93,7 @@ def probe_drive(path: str | os.PathLike[str], engine: str, *, seconds: float = P
     for block, depth in _CANDIDATES:
         setting = Setting(engine=engine, block=block, queue_depth=depth)
         try:
-            with Bench([path], setting, nbytes=PROBE_BYTES) as bench:
+            with Bench([path], setting, nbytes=PROBE_BYTES, request=PROBE_REQUEST) as bench:
                 bench.run("write", seconds=slice_seconds)
                 rates = {pattern: bench.run(pattern, seconds=slice_seconds).bytes_per_s for pattern in PATTERNS}
         except (SwapError, SwapPathError, BudgetError) as error:

@@ -118,6 +118,7 @@ void stream(const std::string& isa, Address data, float factor, std::size_t elem
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // an interpreter that exits on a signal may keep objects alive; that is no leak of ours
     using Release = nb::call_guard<nb::gil_scoped_release>;
     m.attr("interface") = 1;  // optimizer_cpu/native.py refuses another number
     m.def("compiled_isas", &compiled_isas);

@@ -93,6 +93,7 @@ void bind_io_uring(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // an interpreter that exits on a signal may keep objects alive; that is no leak of ours
     using Release = nb::call_guard<nb::gil_scoped_release>;
     m.attr("interface") = 1;  // swap/native.py refuses another number
     m.def("crc32c_method", &crc32c_method);

@@ -348,7 +348,8 @@ def test_signals_in_mid_run_leave_nothing_on_disk(signum: signal.Signals, engine
 
 
 def test_no_thread_of_the_engine_keeps_the_interpreter_alive(swap_folder: Path) -> None:
+    before = set(threading.enumerate())
     with start(swap_folder, device="sim") as run:
         train(run, 1)
-        ours = [t for t in threading.enumerate() if t is not threading.main_thread()]
+        ours = [t for t in threading.enumerate() if t not in before]
         assert all(t.daemon for t in ours), [t.name for t in ours if not t.daemon]
