@@ -157,6 +157,10 @@ _INPLACE_DUNDERS = frozenset(
 _FORBIDDEN = frozenset(("set_", "resize_", "resize_as_", "share_memory_", "swap_tensors", "rename_"))
 
 
+def _names_meta(arguments: Iterable[Any]) -> bool:
+    return any(isinstance(a, (str, torch.device)) and str(a).startswith("meta") for a in arguments)
+
+
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The tensors that `func` writes, by torch's naming rules: a trailing underscore, augmented assignment, `out=`."""
     name = getattr(func, "__name__", "")
@@ -188,6 +192,9 @@ class OffloadedParameter(nn.Parameter):
                 return torch.empty(own.slot.shape, device="meta").stride(*args[1:], **kwargs)
             if name == "is_contiguous":
                 return torch.empty(own.slot.shape, device="meta").is_contiguous(**kwargs)
+            if name in ("to", "empty_like") and _names_meta((*args[1:], kwargs.get("device"))):
+                # Module.to("meta") would put new, empty parameters into the module.
+                raise OffloadError(f"{own.name}: its memory belongs to the engine, so it cannot go to the meta device")
             if name == "detach":
                 return own.host.read_weight(own)
         if name in _FORBIDDEN:

@@ -152,3 +152,17 @@ def test_a_program_may_end_without_closing(swap_folder: Path, tier: str) -> None
     ran = run_script(SCRIPT, str(swap_folder), tier, timeout=100)
     assert (ran.returncode, ran.stdout) == (0, "trained\n"), ran.stderr
     assert "nanobind" not in ran.stderr
+
+
+def test_a_module_does_not_go_to_the_meta_device(swap_folder: Path) -> None:
+    with offload.initialize(model(), settings(swap_folder)) as run:
+        train(run, 0, 1)
+        before = {name: value.clone() for name, value in run.module.state_dict().items()}
+        for move in (
+            lambda m: m.to("meta"),
+            lambda m: m.to(device=torch.device("meta")),
+            lambda m: m.to_empty(device="meta"),
+        ):
+            with pytest.raises(offload.OffloadError, match="meta"):
+                move(run.module)
+        assert all(torch.equal(value, before[name]) for name, value in run.module.state_dict().items())
