@@ -55,25 +55,27 @@ def test_two_hundred_engines_leave_nothing(device: str, swap_folder: Path) -> No
     for number in range(count):
         one(number)
     gc.collect()
-    assert (threads(), len(descriptors())) == before
+    assert threads() <= before[0] and len(descriptors()) <= before[1]
     assert rss() - memory < 24 << 20
     assert list(swap_folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_hundreds_of_steps_keep_everything_constant(device: str, swap_folder: Path) -> None:
-    count = 500 if device == "cpu" else 60
+    count = 250 if device == "cpu" else 40
     with open_tiny(swap_folder, device=device) as engine:
-        for _ in range(20):
+        # The first half also fills what the process's heap has given back earlier; a leak would go on in the second.
+        for _ in range(count):
             step(engine)
         gc.collect()
         before, memory = (threads(), len(descriptors()), engine.memory().current), rss()
         for _ in range(count):
             step(engine)
         gc.collect()
-        assert (threads(), len(descriptors()), engine.memory().current) == before
+        after = threads(), len(descriptors()), engine.memory().current
+        assert after[0] <= before[0] and after[1] <= before[1] and after[2] == before[2]
         assert engine.resident_units() == [] and rss() - memory < 24 << 20
-        assert engine.counters()["steps"] == count + 20
+        assert engine.counters()["steps"] == 2 * count
 
 
 def test_close_is_idempotent_and_also_the_end_of_a_context(swap_folder: Path) -> None:
