@@ -472,6 +472,7 @@ class Binding:
             while self._held:
                 self._residency.release(self._held.pop(), self)
             self._residency.drop_prefetched()
+        self._residency.settle()
 
     def weights_changed(self, records: Iterable[ParameterRecord], *, in_place: bool = False) -> None:
         """Counts a change of values that autograd has not seen as a write to the parameters.

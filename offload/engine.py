@@ -500,6 +500,7 @@ class Engine(StateAccess):
 
     def memory(self) -> MemoryReport:
         """Planned and measured bytes by tier and kind."""
+        self._residency.settle()
         budget, tiers = self._memory.budget, [str(t) for t in Tier]
         resident = psutil.Process(os.getpid()).memory_info().rss
         in_memory = budget.used("host") + (budget.used("device") if self._memory.device.kind != "cuda" else 0)

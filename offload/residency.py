@@ -213,6 +213,11 @@ class Residency:
         dropped = self.drop_prefetched()
         return self._end_abandoned() or dropped > 0 or (self.reclaim is not None and self.reclaim(unit))
 
+    def settle(self) -> None:
+        """Waits for loads that were given up: afterwards no transfer holds a buffer that nobody leases."""
+        with self.lock:
+            self._end_abandoned()
+
     def _end_abandoned(self) -> bool:
         """Waits for loads that were given up, whose buffers live until then; False if there are none."""
         pending, self._abandoned = self._abandoned, []
