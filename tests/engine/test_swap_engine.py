@@ -111,9 +111,10 @@ def test_a_short_transfer_changes_nothing(swap_folder: Path) -> None:
     for nbytes in (100, 4096, 5000):
         plan = FaultPlan(3)
         for operation in ("read", "write"):
-            plan.short(operation, nbytes=nbytes, nth=30, times=20)
+            # Fewer than the attempts without progress that end a request: all of them may meet the same one.
+            plan.short(operation, nbytes=nbytes, nth=30, times=8)
         assert same(run(swap_folder, "io_uring", plan, block=16384), expected)
-        assert plan.injected["short"] == 40
+        assert plan.injected["short"] == 16
 
 
 def test_two_engines_of_one_process_train_at_once(swap_folder: Path) -> None:
