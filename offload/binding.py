@@ -103,6 +103,37 @@ class _Local(threading.local):
     activity: _Activity | None = None
 
 
+_LONGEST_TURN = 60
+
+
+class _Turn:
+    """Lets one thread at a time put a gradient into a parameter's `.grad` and take it out again.
+
+    Autograd does the two under no common lock: in between, another thread's backward would add to a tensor that is
+    being taken away. A thread that an error stopped in between keeps its turn until its next forward, its end, or a
+    minute, longer than adding a gradient takes.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Condition(threading.Lock())
+        self._owner: int | None = None
+
+    def take(self) -> None:
+        me, seconds = threading.get_ident(), 0
+        with self._free:
+            while self._owner not in (None, me) and seconds < _LONGEST_TURN:
+                if not self._free.wait(1.0):
+                    alive = self._owner in {t.ident for t in threading.enumerate()}
+                    seconds = seconds + 1 if alive else _LONGEST_TURN
+            self._owner = me
+
+    def give(self) -> None:
+        with self._free:
+            if self._owner == threading.get_ident():
+                self._owner = None
+                self._free.notify()
+
+
 class _Use:
     """One forward of a root, whose backward may come any number of times. The graph keeps it alive.
 
@@ -197,6 +228,7 @@ class Binding:
         self._held: list[Unit] = []  # leases that double backward keeps until the step
         self._said_create_graph = False
         self._handles: list[Any] = []
+        self._turn = _Turn()
         self._starts = {id(u): [[r.slot.offset for r in f.records] for f in u.flats] for u in residency.units}
         self._dtypes = {flat.flat.dtype for unit in residency.units for flat in unit.flats}
         self._device_type = residency.memory.device.torch_device.type
@@ -225,18 +257,31 @@ class Binding:
 
     def watch(self, record: ParameterRecord) -> None:
         """Collects every gradient that accumulates into the parameter."""
-        # Autograd keeps the hook where the garbage collector does not look: it must not hold what holds the parameter.
+        # Autograd keeps the hooks where the garbage collector does not look: they must not hold what holds the
+        # parameter.
         reference = weakref.ref(self)
 
+        def arriving(_gradient: Tensor) -> None:
+            binding = reference()
+            if binding is not None:
+                with binding.lock:
+                    binding._task()  # whose end ends the turn, should nothing be accumulated (torch.autograd.grad)
+                binding._turn.take()
+
         def arrived(parameter: Tensor) -> None:
-            # Outside its unit's forward the parameter's `.grad` would be the engine's.
-            with torch._C.DisableTorchFunctionSubclass():
-                gradient, parameter.grad = parameter.grad, None
             binding, owner = reference(), record_of(parameter)
-            if gradient is not None and binding is not None and owner is not None:
-                binding._on_gradient(owner, gradient)
+            try:
+                # Outside its unit's forward the parameter's `.grad` would be the engine's.
+                with torch._C.DisableTorchFunctionSubclass():
+                    gradient, parameter.grad = parameter.grad, None
+                if gradient is not None and binding is not None and owner is not None:
+                    binding._on_gradient(owner, gradient)
+            finally:
+                if binding is not None:
+                    binding._turn.give()
 
         with torch._C.DisableTorchFunctionSubclass():
+            self._handles.append(record.parameter.register_hook(arriving))  # type: ignore[no-untyped-call]
             self._handles.append(record.parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
@@ -382,6 +427,7 @@ class Binding:
                         self.on_unit_backward(unit)
 
     def _finish_task(self, graph_id: int) -> None:
+        self._turn.give()
         with self.lock:
             task = self._tasks.pop(graph_id, None)
             if task is None:
@@ -426,6 +472,7 @@ class Binding:
         """
         if not self._tasks or torch._C._current_graph_task_id() != -1:
             return
+        self._turn.give()
         with self.lock:
             own = self._activity()
             alive = {t.ident for t in threading.enumerate()}

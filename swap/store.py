@@ -569,6 +569,9 @@ def _read_last_page_whole(pieces: list[_Piece], sums: PageChecksums) -> None:
         pieces[-1] = tail
 
 
+_NO_BYTES = memoryview(b"")
+
+
 class _Completion:
     """Ends one request: checksum, counters, the store's failure, then the ticket, in this order."""
 
@@ -593,6 +596,11 @@ class _Completion:
             # Only what the request itself met fails the store; a cancelled one says "closed", or the first error.
             if type(error) is not SwapError:
                 self._core.fail(error)
+        else:
+            # The thread that ends the request still has it for a moment: whoever wakes is then the memory's last owner.
+            # A failed one keeps its memory, because a drive that was given up may yet write to it.
+            request.view = self._piece.view = _NO_BYTES
+            self._piece.target = None
         self._ticket.finish_part(error)
 
     def _verify(self, request: Request, sums: PageChecksums) -> BaseException | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from pathlib import Path
 
@@ -627,24 +628,31 @@ def test_forwards_on_two_threads(case: Case, swap_folder: Path) -> None:
 
 
 @swapped
-def test_two_threads_train_one_engine(case: Case, swap_folder: Path) -> None:
-    """Gradients of two backwards that run at the same time add up (of powers of two, so that no order shows)."""
+def test_threads_that_train_one_engine_lose_no_gradient(case: Case, swap_folder: Path) -> None:
+    """Backwards that run at the same time add up (all contributions are equal, so that no order shows)."""
+    rounds, workers = 6, 3
+    interval = sys.getswitchinterval()
     with paired(Stack(3), case, swap_folder) as pair:
         failures: list[BaseException] = []
 
         def work() -> None:
             try:
-                pair.offloaded(inputs()).square().sum().backward()
+                for _ in range(rounds):
+                    pair.offloaded(inputs()).square().sum().backward()
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        threads = [threading.Thread(target=work) for _ in range(workers)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
         assert not failures
-        for _ in range(2):
+        for _ in range(rounds * workers):
             pair.plain(inputs()).square().sum().backward()
             pair.reference.collect()
         pair.step()
