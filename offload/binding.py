@@ -1,4 +1,4 @@
-"""Ties a module's forward and backward to leases on its units. The only file that touches autograd.
+"""Ties a module's forward and backward to leases on its units. With `binding_*`, the only file that touches autograd.
 
 A unit is leased in its root's forward and rests right after it. Views of unit buffers that autograd saves meanwhile are
 packed into handles (unit, version, offset, shape, stride) and resolved when the backward needs them, which acquires the
@@ -13,12 +13,6 @@ autograd runs no callback: the next outermost forward, `zero_grad` and `step` cl
 
 [Note: frames] What a forward acquired is noted in a frame before it is acquired. Module hooks do not see interrupts, so
 frames may be left over; a frame whose Python call is not on its thread's stack any more is one of these.
-
-[Note: saved tensors of the user] Only the innermost pair of saved-tensor hooks runs, so everything that is not a view
-of a unit goes on to the pair that was in force outside (activation checkpointing, activation offload). Hooks also
-switch off autograd's version check, so packing records the version and unpacking compares it: of the parameter for a
-view of its memory (a step, and every other change of its value, counts as a write), of the tensor itself for others. A
-packed tensor is detached, since one that holds its own graph would never be freed.
 """
 
 from __future__ import annotations
@@ -28,43 +22,22 @@ import sys
 import threading
 import warnings
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
+from offload.binding_saved import SavedTensors, WeightHandle, pop_hooks, top_pair
 from offload.calls import RootHook, distinct_tensors, module_call, on_stack
 from offload.errors import OffloadError, StaleWeightsError
 from offload.parameters import ParameterRecord, record_of
 from offload.prefetch import VisitOrder
 from offload.residency import Residency, Unit
-
-Pack = Callable[[Tensor], Any]
-Unpack = Callable[[Any], Tensor]
-
-
-class _WeightHandle(NamedTuple):
-    """A saved view of a unit's buffer; `record` is the parameter it belongs to."""
-
-    unit: Unit
-    flat: int
-    record: ParameterRecord
-    version: int
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-class _Passed(NamedTuple):
-    """Any other saved tensor: as the outer hooks packed it, or detached with its version where there are none."""
-
-    value: Any
-    version: int
+from offload.turns import Turn
 
 
 class _GraphTask:
@@ -101,37 +74,6 @@ class _Activity:
 
 class _Local(threading.local):
     activity: _Activity | None = None
-
-
-_LONGEST_TURN = 60
-
-
-class _Turn:
-    """Lets one thread at a time put a gradient into a parameter's `.grad` and take it out again.
-
-    Autograd does the two under no common lock: in between, another thread's backward would add to a tensor that is
-    being taken away. A thread that an error stopped in between keeps its turn until its next forward, its end, or a
-    minute, longer than adding a gradient takes.
-    """
-
-    def __init__(self) -> None:
-        self._free = threading.Condition(threading.Lock())
-        self._owner: int | None = None
-
-    def take(self) -> None:
-        me, seconds = threading.get_ident(), 0
-        with self._free:
-            while self._owner not in (None, me) and seconds < _LONGEST_TURN:
-                if not self._free.wait(1.0):
-                    alive = self._owner in {t.ident for t in threading.enumerate()}
-                    seconds = seconds + 1 if alive else _LONGEST_TURN
-            self._owner = me
-
-    def give(self) -> None:
-        with self._free:
-            if self._owner == threading.get_ident():
-                self._owner = None
-                self._free.notify()
 
 
 class _Use:
@@ -195,25 +137,6 @@ class _Use:
             handle.remove()
 
 
-def _pop_hooks(hooks: saved_tensors_hooks) -> None:
-    """Takes `hooks` off the stack of saved-tensor hooks, which may have others above it.
-
-    If it is gone, a context of the user was left after an interrupt and took it instead of its own pair, which is then
-    on top.
-    """
-    internals: Any = torch._C._autograd
-    above: list[Any] = []
-    while (top := internals._top_saved_tensors_default_hooks(True)) is not None and top[0] is not hooks.pack_hook:
-        above.append(top)
-        internals._pop_saved_tensors_default_hooks()
-    if top is None:
-        above = above[1:]
-    else:
-        internals._pop_saved_tensors_default_hooks()
-    for pair in reversed(above):
-        internals._push_saved_tensors_default_hooks(*pair)
-
-
 class Binding:
     """Hooks on the roots of an engine's units and on its trainable parameters."""
 
@@ -228,8 +151,8 @@ class Binding:
         self._held: list[Unit] = []  # leases that double backward keeps until the step
         self._said_create_graph = False
         self._handles: list[Any] = []
-        self._turn = _Turn()
-        self._starts = {id(u): [[r.slot.offset for r in f.records] for f in u.flats] for u in residency.units}
+        self._turn = Turn()
+        self._saved = SavedTensors(residency, self._resolve)
         self._dtypes = {flat.flat.dtype for unit in residency.units for flat in unit.flats}
         self._device_type = residency.memory.device.torch_device.type
         self.lock = residency.lock
@@ -318,9 +241,7 @@ class Binding:
         for unit in self.order.visit(units[0], backward=in_backward):
             self._residency.prefetch(unit)
         # Also where gradients are off: the forward may switch them on for a part of itself.
-        hooks = self._saving_hooks()
-        hooks.__enter__()
-        frame.hooks = hooks
+        frame.hooks = self._saved.enter()
         if torch.is_grad_enabled():
             frame.use = _Use(self, units, distinct_tensors((args, kwargs)))
 
@@ -358,7 +279,7 @@ class Binding:
         frame = activity.frames.pop()
         frame.call = frame.use = None
         if frame.hooks is not None:
-            _pop_hooks(frame.hooks)
+            pop_hooks(frame.hooks)
             frame.hooks = None
         self._release_frame(frame)
 
@@ -541,7 +462,7 @@ class Binding:
         holder = object()
         # Checkpointing compares what is saved in a forward with what its recompute saves. It may run a part of a unit
         # for itself in the recompute, and must then see the weights as it saw them within the unit's forward.
-        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = top_pair()
         checkpointed = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
         with contextlib.ExitStack() as stack:
             for unit in units:
@@ -549,9 +470,7 @@ class Binding:
                 stack.callback(self._residency.release, unit, holder)
                 self._residency.acquire(unit, holder, opened=True)
             if not checkpointed:
-                hooks = self._saving_hooks()
-                hooks.__enter__()
-                stack.callback(_pop_hooks, hooks)
+                stack.callback(pop_hooks, self._saved.enter())
             yield
 
     def _join_backward(self, unit: Unit) -> None:
@@ -561,49 +480,7 @@ class Binding:
             if task is not None:
                 self._lease(task, unit, task)
 
-    def _saving_hooks(self) -> saved_tensors_hooks:
-        outer: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-        def pack(tensor: Tensor) -> Any:
-            place = self._residency.find(tensor)
-            if place is not None:
-                handle = self._handle(tensor, *place)
-                if handle is not None:
-                    return handle
-            if outer is not None:
-                return _Passed(outer[0](tensor), -1)
-            return _Passed(tensor.detach(), tensor._version)
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, _WeightHandle):
-                return self._resolve(packed)
-            if outer is not None:
-                return outer[1](packed.value)
-            value = packed.value
-            if value._version != packed.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{value.type()} {list(value.shape)}] is at version {value._version}; "
-                    f"expected version {packed.version} instead"
-                )
-            return value  # type: ignore[no-any-return]
-
-        return saved_tensors_hooks(pack, unpack)
-
-    def _handle(self, tensor: Tensor, unit: Unit, index: int) -> _WeightHandle | None:
-        flat = unit.flats[index]
-        if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():
-            return None
-        offset = int(tensor.storage_offset())
-        place = bisect_right(self._starts[id(unit)][index], offset) - 1
-        if place < 0:
-            return None
-        record = flat.records[place]
-        with torch._C.DisableTorchFunctionSubclass():
-            version = record.parameter._version
-        return _WeightHandle(unit, index, record, version, offset, tensor.shape, tensor.stride())
-
-    def _resolve(self, handle: _WeightHandle) -> Tensor:
+    def _resolve(self, handle: WeightHandle) -> Tensor:
         unit = handle.unit
         with self.lock:
             with torch._C.DisableTorchFunctionSubclass():
@@ -628,7 +505,7 @@ class Binding:
             return self._view(handle)
 
     @staticmethod
-    def _view(handle: _WeightHandle) -> Tensor:
+    def _view(handle: WeightHandle) -> Tensor:
         flat = handle.unit.flats[handle.flat]
         tensor = flat.plane.tensor if flat.fixed else flat.buffer
         if tensor is None:

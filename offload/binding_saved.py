@@ -1,0 +1,144 @@
+"""What autograd saves within a unit's forward: views of unit buffers as handles, everything else handed on.
+
+[Note: saved tensors of the user] Only the innermost pair of saved-tensor hooks runs, so everything that is not a view
+of a unit goes on to the pair that was in force outside (activation checkpointing, activation offload). Hooks also
+switch off autograd's version check, so packing records the version and unpacking compares it: of the parameter for a
+view of its memory (a step, and every other change of its value, counts as a write), of the tensor itself for others. A
+packed tensor is detached, since one that holds its own graph would never be freed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.parameters import ParameterRecord
+from offload.residency import Residency, Unit
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+_internals: Any = torch._C._autograd
+
+
+class WeightHandle(NamedTuple):
+    """A saved view of a unit's buffer; `record` is the parameter it belongs to."""
+
+    unit: Unit
+    flat: int
+    record: ParameterRecord
+    version: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Passed(NamedTuple):
+    """Any other saved tensor: as the outer hooks packed it, or detached with its version where there are none."""
+
+    value: Any
+    version: int
+
+
+def check_version(value: Tensor, version: int) -> Tensor:
+    """`value`, if nothing has written to it since it was at `version`; else autograd's own error."""
+    if value._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{value.type()} {list(value.shape)}] is at version {value._version}; "
+            f"expected version {version} instead"
+        )
+    return value
+
+
+def top_pair() -> tuple[Pack, Unpack] | None:
+    """The pair of saved-tensor hooks in force in this thread."""
+    pair: tuple[Pack, Unpack] | None = _internals._top_saved_tensors_default_hooks(True)
+    return pair
+
+
+def all_pairs() -> list[tuple[Pack, Unpack]]:
+    """Every pair of this thread, outermost first."""
+    pairs = []
+    while (pair := top_pair()) is not None:
+        pairs.append(pair)
+        _internals._pop_saved_tensors_default_hooks()
+    pairs.reverse()
+    push_pairs(pairs)
+    return pairs
+
+
+def push_pairs(pairs: list[tuple[Pack, Unpack]]) -> None:
+    """Puts pairs on top of this thread's."""
+    for pair in pairs:
+        _internals._push_saved_tensors_default_hooks(*pair)
+
+
+def pop_hooks(hooks: saved_tensors_hooks) -> None:
+    """Takes `hooks` off the stack of saved-tensor hooks, which may have others above it.
+
+    If it is gone, a context of the user was left after an interrupt and took it instead of its own pair, which is then
+    on top.
+    """
+    above: list[Any] = []
+    while (top := top_pair()) is not None and top[0] is not hooks.pack_hook:
+        above.append(top)
+        _internals._pop_saved_tensors_default_hooks()
+    if top is None:
+        above = above[1:]
+    else:
+        _internals._pop_saved_tensors_default_hooks()
+    push_pairs(above[::-1])
+
+
+class SavedTensors:
+    """Makes the hooks of unit forwards. `resolve` gives the view that a handle stands for."""
+
+    def __init__(self, residency: Residency, resolve: Callable[[WeightHandle], Tensor]) -> None:
+        self._residency, self._resolve = residency, resolve
+        self._starts = {id(u): [[r.slot.offset for r in f.records] for f in u.flats] for u in residency.units}
+
+    def enter(self) -> saved_tensors_hooks:
+        """A pair of hooks, in force until `pop_hooks`."""
+        outer = top_pair()
+
+        def pack(tensor: Tensor) -> Any:
+            handle = self.handle(tensor)
+            if handle is not None:
+                return handle
+            if outer is not None:
+                return _Passed(outer[0](tensor), -1)
+            return _Passed(tensor.detach(), tensor._version)
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, WeightHandle):
+                return self._resolve(packed)
+            if outer is not None:
+                return outer[1](packed.value)
+            return check_version(packed.value, packed.version)
+
+        hooks = saved_tensors_hooks(pack, unpack)
+        hooks.__enter__()
+        return hooks
+
+    def handle(self, tensor: Tensor) -> WeightHandle | None:
+        """The handle of a view of a unit's buffer; None for any other tensor."""
+        place = self._residency.find(tensor)
+        if place is None:
+            return None
+        unit, index = place
+        flat = unit.flats[index]
+        if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        offset = int(tensor.storage_offset())
+        position = bisect_right(self._starts[id(unit)][index], offset) - 1
+        if position < 0:
+            return None
+        record = flat.records[position]
+        with torch._C.DisableTorchFunctionSubclass():
+            version = record.parameter._version
+        return WeightHandle(unit, index, record, version, offset, tensor.shape, tensor.stride())
