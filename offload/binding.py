@@ -235,11 +235,15 @@ class Binding:
         activity.frames.append(frame)
         # After an exception from here the forward hook runs even so (always_call) and finds the frame.
         self._check_modes(units)
+        # All loads begin before the first wait. A load that nobody leases yet may have to give way meanwhile.
+        self._residency.begin(units[0])
+        for unit in units[1:]:
+            self._residency.prefetch(unit)
+        for unit in self.order.visit(units[0], backward=in_backward):
+            self._residency.prefetch(unit)
         for unit in units:
             frame.acquired.append(unit)
             self._residency.acquire(unit, frame, opened=True)
-        for unit in self.order.visit(units[0], backward=in_backward):
-            self._residency.prefetch(unit)
         # Also where gradients are off: the forward may switch them on for a part of itself.
         frame.hooks = self._saved.enter()
         if torch.is_grad_enabled():

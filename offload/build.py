@@ -372,7 +372,7 @@ def build_units(
                     )
                     for slot in flat.slots
                 ]
-                unit.flats.append(ResidentFlat(flat=flat, plane=state.weight, records=records))
+                unit.flats.append(ResidentFlat(flat=flat, plane=state.weight, records=records, state=state))
             units.append(unit)
             adopt(unit, memory.device.torch_device)
             return_freed_memory()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from offload.layout import UnitLayout
 from offload.placement import bytes_of
+from offload.schedule.choice import Schedule
 from offload.tiers import Tier, TierMemory
 from swap.geometry import format_bytes
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from offload.build import Blueprint
 
 
-def placement_table(blueprint: Blueprint, memory: TierMemory) -> str:
+def placement_table(blueprint: Blueprint, memory: TierMemory, schedule: Schedule) -> str:
     """Units of equal size and placement share a row; below it planned bytes and limits per tier, buffers, and the I/O
     engine.
     """
@@ -46,8 +47,9 @@ def placement_table(blueprint: Blueprint, memory: TierMemory) -> str:
     lines.append(
         f"staging {plan.staging // plan.slot_bytes} x {format_bytes(plan.slot_bytes)} "
         f"({plan.chunk:,} elements a chunk), "
-        f"prefetch {blueprint.prefetch} unit{'s' if blueprint.prefetch != 1 else ''}, optimizer step: barrier"
+        f"prefetch {blueprint.prefetch} unit{'s' if blueprint.prefetch != 1 else ''}"
     )
+    lines.append(f"optimizer step: {schedule.name} ({schedule.reason})")
     if memory.store is not None:
         direct = (
             "direct"

@@ -33,8 +33,10 @@ from offload.randomness import seed_everything
 from offload.residency import Residency, Unit
 from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
+from offload.schedule.choice import choose_schedule
+from offload.schedule.updates import UnitUpdate, Updates
 from offload.state import FlatState, Update
-from offload.step import run_jobs, uninterrupted
+from offload.step import uninterrupted
 from offload.tiers import Tier
 from optimizer_cpu import AdamWHyper, kernels
 from swap.faults import FaultPlan
@@ -55,6 +57,7 @@ _TRANSITIONS = {
     (Status.READY, Status.STEPPING),
     (Status.STEPPING, Status.READY),
     (Status.STEPPING, Status.FAILED),
+    (Status.READY, Status.FAILED),
     (Status.READY, Status.CLOSED),
     (Status.FAILED, Status.CLOSED),
     (Status.STEPPING, Status.CLOSED),
@@ -91,6 +94,7 @@ class Engine(StateAccess):
         self._step_count = self._skipped_steps = 0
         self._last_unit: int | None = None
         try:  # what groups and scheduler refuse comes before anything large
+            self._schedule = choose_schedule(blueprint)
             self.optimizer = self._make_optimizer(blueprint)
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer)
         except BaseException:
@@ -103,7 +107,9 @@ class Engine(StateAccess):
             self._buffer_bytes = move_buffers(self.module, self._memory.device.torch_device)
             units, self._states = build_units(blueprint, self._memory, self)
             self._gradient_queue, self._step_queue = SlotQueue(self._memory), SlotQueue(self._memory)
+            self._updates = Updates(self._memory, _failing(self))
             self._residency = Residency(self._memory, units, self._loader, blueprint.plan.total(Tier.DEVICE))
+            self._residency.updates = self._updates
             self._residency.persist = self._persist
             self._records = self._in_order(units)
             self._trainable = {name: r for name, r in self._records.items() if r.slot.trainable}
@@ -228,9 +234,10 @@ class Engine(StateAccess):
             if self._last_unit is not None and self._last_unit != record.unit:
                 self._settle_unit(self._last_unit)
             self._last_unit = record.unit
-            gradients = self._state(record).gradients
-            assert gradients is not None
-            gradients.add(record.name, gradient, self._gradient_queue)
+            state = self._state(record)
+            state.wait_update()
+            assert state.gradients is not None
+            state.gradients.add(record.name, gradient, self._gradient_queue)
 
     def _settle_unit(self, index: int) -> None:
         for flat in self._residency.units[index].flats:
@@ -360,27 +367,55 @@ class Engine(StateAccess):
         return StepResult(stepped=False, skipped_reason=reason, grad_norm=norm, loss_scale=scale)
 
     def _run(self, held: Sequence[ParameterRecord], grad_scale: float) -> None:
-        """Updates every parameter in `held`; graphs made before it are stale afterwards."""
-        hypers = self._hypers(held)
-        by_state: dict[tuple[int, int], list[Update]] = {}
-        for record in held:
-            by_state.setdefault((record.unit, record.flat), []).append(
-                Update(slot=record.slot, hyper=hypers[record.name])
-            )
-        staging = self._memory.staging
-        assert staging is not None
+        """Updates every parameter in `held`, now or when its unit is used next; graphs made before it are stale."""
+        updates = self._unit_updates(held, grad_scale)
         self._change(Status.STEPPING)
         try:
-            jobs = (job for key in sorted(by_state) for job in self._states[key].jobs(by_state[key]))
-            run_jobs(jobs, self._step_queue, grad_scale, ahead=min(2, staging.count - 1))
+            self._updates.submit(updates)
+            for record in held:
+                self._steps[record.name] += 1
+            self._binding.weights_changed(held)
         except BaseException:
             if self._status is Status.STEPPING:
                 self._change(Status.FAILED)
             raise
-        for record in held:
-            self._steps[record.name] += 1
-        self._binding.weights_changed(held)
         self._change(Status.READY)
+        if self._schedule.waits:
+            self._updates.drain()
+
+    def _unit_updates(self, held: Sequence[ParameterRecord], grad_scale: float) -> list[UnitUpdate]:
+        """The updates of the units that own the parameters in `held`, in forward order, with their gradients."""
+        hypers = self._hypers(held)
+        by_unit: dict[int, dict[int, list[Update]]] = {}
+        for record in held:
+            update = Update(slot=record.slot, hyper=hypers[record.name])
+            by_unit.setdefault(record.unit, {}).setdefault(record.flat, []).append(update)
+        updates = []
+        for index, by_flat in sorted(by_unit.items()):
+            jobs, taken, states = {}, [], []
+            for flat, parts in sorted(by_flat.items()):
+                state = self._states[index, flat]
+                assert state.gradients is not None
+                gradients = state.gradients.take()
+                taken.append(gradients)
+                states.append(state)
+                jobs[flat] = list(state.jobs(parts, gradients))
+            unit = self._residency.units[index]
+            # What computes where it rests is updated at once: there is no buffer that its weights could go to.
+            paced = not self._schedule.waits and any(not unit.flats[flat].fixed for flat in jobs)
+            updates.append(UnitUpdate(index, unit.name, jobs, states, taken, grad_scale, paced=paced))
+        return updates
+
+    def synchronize(self) -> None:
+        """Carries out every update that `step()` has decided on and waits until it is at rest.
+
+        Never needed for right values: whatever reads a parameter or a state waits for its update by itself.
+
+        Raises:
+            SwapIOError: a transfer failed; the engine is then failed.
+        """
+        self._check("synchronize was called")
+        self._updates.drain()
 
     def _hypers(self, held: Sequence[ParameterRecord]) -> dict[str, AdamWHyper]:
         group_of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -515,7 +550,7 @@ class Engine(StateAccess):
 
     def describe(self) -> str:
         """The placement table and the plan, for people."""
-        return placement_table(self._blueprint, self._memory)
+        return placement_table(self._blueprint, self._memory, self._schedule)
 
     def resident_units(self) -> list[str]:
         """Units that take device memory beyond what their placement says; none between steps."""
@@ -549,6 +584,9 @@ class Engine(StateAccess):
         self._release_everything()
 
     def _release_everything(self) -> None:
+        updates = getattr(self, "_updates", None)
+        if updates is not None:
+            updates.close()
         binding = getattr(self, "_binding", None)
         if binding is not None:
             binding.detach()
@@ -578,6 +616,18 @@ class Engine(StateAccess):
 
     def __reduce__(self) -> Any:
         raise TypeError("an engine cannot be pickled: pickle the module, whose copy is an ordinary model")
+
+
+def _failing(engine: Engine) -> Callable[[], None]:
+    """Marks the engine as failed; does not keep it alive."""
+    reference = weakref.ref(engine)
+
+    def fail() -> None:
+        owner = reference()
+        if owner is not None and owner._status in (Status.READY, Status.STEPPING):
+            owner._change(Status.FAILED)
+
+    return fail
 
 
 def initialize(

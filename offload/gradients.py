@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,7 @@ class FlatGradients:
         self.sum_spec = PlaneSpec(name="grad", dtype=accumulate)
         self._entries = {slot.name: _Entry(slot) for slot in flat.slots if slot.trainable}
         self._planes: dict[tuple[Held, bool], Plane] = {}
+        self._taken = False
 
     # Planes. A flat on nvme has two of each kind: large parameters in the swap file, small ones (the shared blocks) on
     # the host.
@@ -205,25 +206,31 @@ class FlatGradients:
             entry.partials = kernels.square_sums(plane.view(*self._range(entry, plane))).cpu()
         return entry.partials
 
-    def operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> GradientOperands:
-        """The gradients of all parameters that meet the elements `[lo, hi)`, for the optimizer step."""
-        for entry in self._entries.values():
-            if entry.slot.offset < hi and lo < entry.slot.end:
-                self.settle(entry)
-        return GradientOperands(self, lo, hi, carver, on_device=on_device)
+    def take(self) -> TakenGradients:
+        """Hands what has been summed over to a step: from now on no gradient is held here.
 
-    def chunk_planes(self, lo: int, hi: int) -> Iterator[tuple[Held, bool, int, int]]:
+        The values rest where they are until the step lets go of them, and before that no new gradient may arrive.
+        """
+        self.settle_all()
+        held = {name: entry.held for name, entry in self._entries.items() if entry.held is not Held.NOTHING}
+        for entry in self._entries.values():
+            entry.held, entry.partials = Held.NOTHING, None
+        self._taken = True
+        return TakenGradients(self, held)
+
+    def _chunk_planes(self, held: Mapping[str, Held], lo: int, hi: int) -> Iterator[tuple[Held, bool, int, int]]:
         """The (plane, apart, lo, hi) that hold gradients within `[lo, hi)`; bounds in the plane's own elements."""
         wanted: set[tuple[Held, bool]] = set()
-        for entry in self._entries.values():
-            if entry.held is not Held.NOTHING and entry.slot.numel and entry.slot.offset < hi and lo < entry.slot.end:
-                wanted.add((entry.held, entry.slot.small and self.tier is Tier.NVME))
+        for name, what in held.items():
+            slot = self._entries[name].slot
+            if slot.numel and slot.offset < hi and lo < slot.end:
+                wanted.add((what, slot.small and self.tier is Tier.NVME))
         shared = self.flat.shared_start
-        for held, apart in sorted(wanted, key=lambda item: (item[0].name, item[1])):
+        for kind, apart in sorted(wanted, key=lambda item: (item[0].name, item[1])):
             if apart:
-                yield held, True, max(lo - shared, 0), hi - shared
+                yield kind, True, max(lo - shared, 0), hi - shared
             else:
-                yield held, False, lo, min(hi, shared) if self.tier is Tier.NVME else hi
+                yield kind, False, lo, min(hi, shared) if self.tier is Tier.NVME else hi
 
     def read(self, name: str, queue: SlotQueue) -> Tensor | None:
         """The accumulated gradient as a new 1-D CPU tensor in the accumulation dtype, or None if none arrived."""
@@ -261,7 +268,10 @@ class FlatGradients:
         for entry in self._entries.values() if name is None else (self._entries[name],):
             self.settle(entry)
             entry.held, entry.partials = Held.NOTHING, None
-        if all(entry.held is Held.NOTHING for entry in self._entries.values()):
+        self._shrink()
+
+    def _shrink(self) -> None:
+        if not self._taken and all(entry.held is Held.NOTHING for entry in self._entries.values()):
             for key, plane in list(self._planes.items()):
                 if plane.tier is not Tier.NVME:  # extents are kept: their disk space was promised to this run
                     plane.free()
@@ -273,14 +283,32 @@ class FlatGradients:
         self._planes.clear()
 
 
+class TakenGradients:
+    """The gradients of one flat that a step works on. `release()` when the step is over."""
+
+    def __init__(self, gradients: FlatGradients, held: Mapping[str, Held]) -> None:
+        self._gradients, self._held = gradients, held
+
+    def operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> GradientOperands:
+        """The gradients of all parameters that meet the elements `[lo, hi)`."""
+        return GradientOperands(self._gradients, self._held, lo, hi, carver, on_device=on_device)
+
+    def release(self) -> None:
+        """Gives the memory back. Idempotent."""
+        self._gradients._taken = False
+        self._gradients._shrink()
+
+
 class GradientOperands:
     """The gradients that meet one chunk, brought to where the kernel runs."""
 
-    def __init__(self, gradients: FlatGradients, lo: int, hi: int, carver: Carver, *, on_device: bool) -> None:
-        self._gradients, self._lo = gradients, lo
+    def __init__(
+        self, gradients: FlatGradients, held: Mapping[str, Held], lo: int, hi: int, carver: Carver, *, on_device: bool
+    ) -> None:
+        self._gradients, self._held, self._lo = gradients, held, lo
         self._parts: dict[tuple[Held, bool], Operand] = {}
-        for held, apart, start, stop in gradients.chunk_planes(lo, hi):
-            self._parts[held, apart] = Operand(gradients._plane(held, apart), start, stop, carver, on_device=on_device)
+        for kind, apart, start, stop in gradients._chunk_planes(held, lo, hi):
+            self._parts[kind, apart] = Operand(gradients._plane(kind, apart), start, stop, carver, on_device=on_device)
 
     @property
     def parts(self) -> list[Operand]:
@@ -296,9 +324,8 @@ class GradientOperands:
 
     def slice(self, slot: Slot, lo: int, hi: int) -> Tensor:
         """The gradient of the elements `[lo, hi)` of the flat, which lie within `slot`."""
-        entry = self._gradients._entries[slot.name]
         apart = slot.small and self._gradients.tier is Tier.NVME
-        part = self._parts[entry.held, apart]
+        part = self._parts[self._held[slot.name], apart]
         base = part.lo + (self._gradients.flat.shared_start if apart else 0)
         return part.tensor[lo - base : hi - base]
 

@@ -132,6 +132,7 @@ class StateAccess(ABC):
 
     def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None:
         """Makes `value`, as `get_full` and `.grad` show it, the parameter's gradient; None forgets it."""
+        self._state(record).wait_update()
         gradients = self._state(record).gradients
         if gradients is None or record.name not in self._trainable:
             if value is not None:

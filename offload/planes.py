@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ from offload.errors import OffloadError
 from offload.layout import BLOCK
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu.formats import PlaneSpec
-from swap.devices import Event
+from swap.devices import Device, Event
 from swap.engines.protocol import Priority
 from swap.extents import Extent
 from swap.geometry import PAGE
@@ -201,6 +201,11 @@ class Operand:
         """Whether the operand is the resting plane itself."""
         return self._staged is None
 
+    @property
+    def on_host(self) -> Tensor:
+        """The operand in host memory: what the kernel works on or, for one on the device, its copy after `put_back`."""
+        return self._staged if self._crosses and self._staged is not None else self.tensor
+
     def forget(self) -> None:
         """Waits for a fetch under way and ignores how it ended."""
         if self._pending is not None:
@@ -253,6 +258,11 @@ class SlotQueue:
         self._forget_done()
         return self._memory.slot()
 
+    def try_acquire(self) -> Slot | None:
+        """A free slot if there is one now."""
+        self._forget_done()
+        return None if self._memory.staging is None else self._memory.staging.try_acquire()
+
     def give_back(self, slot: Slot, after: Sequence[Completion]) -> None:
         """Releases `slot` once everything in `after` is done. Copies to the device are waited for; writes go on."""
         tickets = [c for c in after if isinstance(c, Ticket)]
@@ -296,15 +306,20 @@ class Loader:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def load(self, plane: Plane, out: Tensor) -> Completion:
-        """Starts filling device tensor `out` with the whole of `plane`; compute must `settle` the result before it
-        reads `out`.
+    @property
+    def device(self) -> Device:
+        return self._memory.device
+
+    def load(self, plane: Plane, out: Tensor, lo: int = 0, hi: int | None = None) -> Completion:
+        """Starts filling `[lo, hi)` of device tensor `out` with the same elements of `plane`, by default all of them;
+        compute must `settle` the result before it reads `out`. Bounds are multiples of a block, or the end.
         """
         device = self._memory.device
+        hi = plane.elements if hi is None else hi
         if plane.tier is Tier.HOST:
-            return self._memory.copy_in(out, plane.view(0, plane.elements))
+            return self._memory.copy_in(out[lo:hi], plane.view(lo, hi))
         if device.aliases_host:
-            return plane.submit_read(0, plane.elements, out)
+            return plane.submit_read(lo, hi, out[lo:hi])
         # The copies run on their own stream and from another thread: they must not overtake work that still uses the
         # memory of `out`.
         allocated = device.record()
@@ -314,7 +329,7 @@ class Loader:
             self._thread = threading.Thread(target=_work, args=(self._tasks,), name="offload-loader", daemon=True)
             self._thread.start()
         future: Future[None] = Future()
-        self._tasks.put(partial(_run, future, partial(self._staged, plane, out, allocated)))
+        self._tasks.put(partial(_run, future, partial(self._staged, plane, out, lo, hi, allocated)))
         return FutureCompletion(future)
 
     def settle(self, completion: Completion) -> None:
@@ -324,21 +339,17 @@ class Loader:
         else:
             completion.wait()
 
-    def _staged(self, plane: Plane, out: Tensor, allocated: Event) -> None:
+    def _staged(self, plane: Plane, out: Tensor, start: int, stop: int, allocated: Event) -> None:
         staging = self._memory.staging
         assert staging is not None
-        for lo, hi in self._pieces(plane, staging.slot_bytes):
+        size = staging.slot_bytes // (BLOCK * plane.spec.dtype.itemsize) * BLOCK
+        for lo in range(start, stop, size):
+            hi = min(lo + size, stop)
             with staging.acquire() as slot:
                 piece = Carver(slot).take(hi - lo, plane.spec.dtype)
                 plane.submit_read(lo, hi, piece).wait()
                 target = out[lo:hi]
                 self._memory.copy_in(target, piece, after=(allocated,)).wait()
-
-    @staticmethod
-    def _pieces(plane: Plane, slot_bytes: int) -> Iterator[tuple[int, int]]:
-        size = slot_bytes // (BLOCK * plane.spec.dtype.itemsize) * BLOCK
-        for lo in range(0, plane.elements, size):
-            yield lo, min(lo + size, plane.elements)
 
     def close(self) -> None:
         """Joins the thread; what it had not begun fails, since staging and store are closed by now. Idempotent."""

@@ -26,6 +26,9 @@ from offload.errors import OffloadError
 from offload.layout import Flat
 from offload.parameters import RECORD, OffloadedParameter, ParameterRecord, make_stub
 from offload.planes import Completion, Loader, Plane
+from offload.schedule.arrival import begin_loads, ready_to_load, under_way
+from offload.schedule.updates import Updates
+from offload.state import FlatState
 from offload.tiers import Tier, TierMemory
 from swap.devices import DeviceOutOfMemory
 from swap.errors import BudgetError
@@ -55,8 +58,18 @@ class ResidentFlat:
     flat: Flat
     plane: Plane
     records: list[ParameterRecord]
+    state: FlatState | None = None
     buffer: Tensor | None = None
     completion: Completion | None = None
+
+    @property
+    def writing(self) -> bool:
+        """Whether an update of the resting plane may still be on its way to the disk."""
+        return self.state is not None and self.state.writing
+
+    def wait_written(self) -> None:
+        if self.state is not None:
+            self.state.wait_written()
 
     @property
     def fixed(self) -> bool:
@@ -115,6 +128,8 @@ class Residency:
         self.storages: dict[int, tuple[Unit, int]] = {}
         self._abandoned: list[Completion] = []
         self.closed = False
+        self.updates: Updates | None = None
+        """Updates of resting weights that are pending: a unit's is carried out before the unit is used."""
         self.persist: Callable[[Unit, list[ParameterRecord]], None] | None = None
         """Called before a unit is closed, with the parameters that were written in place while it was open."""
         self.reclaim: Callable[[Unit], bool] | None = None
@@ -143,6 +158,12 @@ class Residency:
             else:
                 unit.holders[holder] = opened or unit.holders.get(holder, False)
 
+    def begin(self, unit: Unit) -> None:
+        """Starts to load a unit that is about to be acquired. Raises as `acquire` does."""
+        with self.lock:
+            if not self.closed and unit.phase is Phase.RESTING and unit.load_bytes:
+                self._start(unit)
+
     def release(self, unit: Unit, holder: object) -> None:
         """Gives up the lease of `holder`, if it has one; after the last one the unit rests.
 
@@ -169,6 +190,8 @@ class Residency:
             if self.closed or unit.phase is not Phase.RESTING or unit.load_bytes == 0:
                 return False
             if self.memory.budget.used("device") + unit.load_bytes > self.prefetch_limit:
+                return False
+            if not ready_to_load(self.updates, unit):
                 return False
             try:
                 self._load(unit)
@@ -231,9 +254,7 @@ class Residency:
             for flat in unit.flats:
                 if not flat.fixed:
                     flat.buffer = self.memory.on_device(flat.flat.padded, flat.flat.dtype, "leases", unit.name)
-            for flat in unit.flats:
-                if flat.buffer is not None:
-                    flat.completion = self.loader.load(flat.plane, flat.buffer)
+            begin_loads(self.updates, unit, self.loader)
         except BaseException:
             self._drop_buffers(unit)
             raise
@@ -264,7 +285,9 @@ class Residency:
         # Nobody will look at the result, nor at the error. A read keeps its buffer alive until it ends; a copy engine
         # works on raw memory, so wait for it before the memory may be used for something else.
         self._abandoned = [c for c in self._abandoned if not (isinstance(c, Ticket) and c.done())]
-        self._abandoned.extend(flat.completion for flat in unit.flats if flat.completion is not None)
+        for flat in unit.flats:
+            if flat.completion is not None:
+                self._abandoned.extend(under_way(flat.completion))
         if self.memory.device.kind != "cpu":
             self._end_abandoned()
         self._drop_buffers(unit)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offload.gradients import FlatGradients, GradientOperands, Held
+from offload.gradients import FlatGradients, GradientOperands, Held, TakenGradients
 from offload.layout import BLOCK, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue, granule
 from offload.tiers import Tier, TierMemory
@@ -22,6 +22,7 @@ from optimizer_cpu import AdamWHyper, kernels
 from optimizer_cpu.formats import PlaneSpec, StateFormat
 from swap.geometry import PAGE
 from swap.staging import Slot as StagingSlot
+from swap.tickets import Ticket
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -94,6 +95,43 @@ class FlatState:
             FlatGradients(memory, flat, gradient_tier, accumulate=accumulate, chunk=chunk) if self.trainable else None
         )
         self.on_device = state_tier is Tier.DEVICE and not memory.device.aliases_host
+        self.pending: Completion | None = None
+        """The update that a step has decided on and that is not carried out yet."""
+        self._written: Ticket | None = None
+
+    def settle(self) -> None:
+        """Carries out a pending update and waits until all of it is at rest.
+
+        Raises:
+            SwapIOError: a transfer of it failed.
+        """
+        self.wait_update()
+        self.wait_written()
+
+    def wait_update(self) -> None:
+        """Carries out a pending update. Afterwards the gradients that it used are gone."""
+        pending = self.pending
+        if pending is not None:
+            pending.wait()
+
+    def wait_written(self) -> None:
+        """Waits for the writes of the last update, if they are still under way."""
+        written = self._written
+        if written is not None:
+            written.wait()
+            if self._written is written:
+                self._written = None
+
+    @property
+    def writing(self) -> bool:
+        """Whether writes of the last update may be under way."""
+        return self._written is not None and not self._written.done()
+
+    def note_writes(self, tickets: Sequence[Ticket]) -> None:
+        """For the step: these writes have begun, and whatever reads the planes waits for them."""
+        if tickets:
+            earlier = [self._written] if self._written is not None else []
+            self._written = Ticket.gather([*earlier, *tickets])
 
     def close(self) -> None:
         for plane in (self.weight, *self.planes.values()):
@@ -148,13 +186,13 @@ class FlatState:
 
     # The step
 
-    def jobs(self, updates: Sequence[Update]) -> Iterator[ChunkJob]:
+    def jobs(self, updates: Sequence[Update], gradients: TakenGradients) -> Iterator[ChunkJob]:
         """The chunks that hold a parameter to update, in order."""
         for lo, hi in self._chunks(0, self.flat.trainable_end):
             hi = min(hi, self.flat.trainable_end)
             parts = [u for u in updates if u.slot.numel and u.slot.offset < hi and lo < u.slot.end]
             if parts:
-                yield ChunkJob(self, lo, hi, parts)
+                yield ChunkJob(self, lo, hi, parts, gradients)
 
     # Edits and reads
 
@@ -169,6 +207,7 @@ class FlatState:
         """
         if slot.numel == 0:
             return
+        self.settle()
         if slot.offset >= self.flat.trainable_end or not self.planes:
             self._write_frozen(slot, queue, weight if weight is not None else (planes or {})["master"])
             return
@@ -241,6 +280,7 @@ class FlatState:
         decode: Callable[[dict[str, Tensor]], dict[str, Tensor]],
         out: dict[str, Tensor],
     ) -> None:
+        self.settle()
         queue.drain()
         for lo, hi in self._chunks(slot.offset, slot.end):
             hi = min(hi, *(plane.elements for plane in planes))
@@ -260,22 +300,26 @@ class FlatState:
 class ChunkJob:
     """One chunk of an optimizer step: start the reads, run the kernel, start the writes."""
 
-    def __init__(self, state: FlatState, lo: int, hi: int, updates: list[Update]) -> None:
+    def __init__(
+        self, state: FlatState, lo: int, hi: int, updates: Sequence[Update], gradients: TakenGradients
+    ) -> None:
         self.state, self.lo, self.hi, self.updates = state, lo, hi, updates
+        self._taken = gradients
         self._operands: dict[str, Operand] = {}
         self._gradients: GradientOperands | None = None
         self._staging: StagingSlot | None = None
 
-    def start(self, queue: SlotQueue) -> None:
-        """Takes a staging slot and starts to read what the kernel needs."""
+    def start(self, staging: StagingSlot) -> None:
+        """Starts to read what the kernel needs into a staging slot, which is the job's from now on."""
         state = self.state
-        assert state.gradients is not None
-        self._staging = queue.acquire()
-        carver = Carver(self._staging)
+        self._staging = staging
+        state.wait_written()
+        carver = Carver(staging)
         self._operands = state._operands(self.lo, self.hi, carver, on_device=state.on_device)
-        self._gradients = state.gradients.operands(self.lo, self.hi, carver, on_device=state.on_device)
+        self._gradients = self._taken.operands(self.lo, self.hi, carver, on_device=state.on_device)
+        write_only = self._weight_follows()
         for name, operand in self._operands.items():
-            if name != "weight" or not self._weight_follows():
+            if name != "weight" or not write_only:
                 operand.fetch()
         self._gradients.fetch()
 
@@ -288,8 +332,13 @@ class ChunkJob:
         updated = {u.slot.name for u in self.updates}
         return all(slot.name in updated for slot, _, _ in _meets(self.state.flat.slots, self.lo, self.hi))
 
-    def finish(self, queue: SlotQueue, grad_scale: float) -> None:
-        """Runs the kernel and starts the writes; the staging slot is given back when they are done."""
+    def finish(
+        self, queue: SlotQueue, grad_scale: float, deliver: Callable[[int, int, Tensor], None] | None = None
+    ) -> None:
+        """Runs the kernel and starts the writes; the staging slot is given back when they are done.
+
+        `deliver(lo, hi, weight)` gets the new weights of the chunk, in host memory, while they are there.
+        """
         assert self._staging is not None and self._gradients is not None
         after: list[Completion] = []
         try:
@@ -304,6 +353,9 @@ class ChunkJob:
             for update in self.updates:
                 self._apply(update, grad_scale)
             after = _put_back(self._operands.values())
+            self.state.note_writes([c for c in after if isinstance(c, Ticket)])
+            if deliver is not None:
+                deliver(self.lo, self.hi, weight.on_host)
         finally:
             queue.give_back(self._staging, after)
             self._staging = None

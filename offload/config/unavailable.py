@@ -21,8 +21,6 @@ def unavailable(config: Config, environ: Mapping[str, str]) -> list[str]:
             f"placement.activations = {config.placement.activations!r}: activation offload and recompute need a later "
             "schedule: use torch.utils.checkpoint in the model, or 'keep'"
         )
-    if config.schedule.optimizer_step in ("deferred", "eager"):
-        refuse("schedule.optimizer_step", config.schedule.optimizer_step, "use 'barrier' or 'auto'")
     if config.schedule.micro_batch_order == "layer_major":
         refuse("schedule.micro_batch_order", "layer_major", "use 'batch_major' or 'auto'")
     if config.schedule.loss_chunk is not None:

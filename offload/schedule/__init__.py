@@ -1,0 +1,1 @@
+"""When work runs relative to forward and backward. Every schedule gives the same bits."""

@@ -1,0 +1,71 @@
+"""Which schedule the optimizer step of an engine follows, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.config import ConfigError
+from offload.tiers import Tier
+
+if TYPE_CHECKING:
+    from offload.build import Blueprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """`name`: "barrier", "deferred" or "eager"; `reason`: one clause for people.
+
+    `barrier` carries an update out within `step()`. `deferred` decides it there and carries it out just ahead of the
+    next use of each unit. `eager` does the same, and within `train_batch` updates a unit as soon as its gradients are
+    final.
+    """
+
+    name: str
+    reason: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether `step()` returns only when everything is updated."""
+        return self.name == "barrier"
+
+
+def needs_norm(blueprint: Blueprint) -> str | None:
+    """Which setting makes an update wait for all gradients, if one does."""
+    settings = blueprint.config.optimizer
+    if settings.max_grad_norm is not None:
+        return f"optimizer.max_grad_norm = {settings.max_grad_norm:g}"
+    flats = [flat for unit in blueprint.layouts for flat in unit.flats]
+    if any(flat.trainable_end and flat.dtype == torch.float16 for flat in flats):
+        return "fp16 with its loss scale"
+    if settings.check_finite:
+        return "optimizer.check_finite"
+    return None
+
+
+def choose_schedule(blueprint: Blueprint) -> Schedule:
+    """The schedule that `schedule.optimizer_step` asks for.
+
+    Raises:
+        ConfigError: `eager` where an update has to wait for the norm of all gradients.
+    """
+    wanted, waits_for = blueprint.config.schedule.optimizer_step, needs_norm(blueprint)
+    if wanted == "eager" and waits_for is not None:
+        raise ConfigError(
+            [
+                f"schedule.optimizer_step = 'eager' updates units during backward, but {waits_for} needs the norm of "
+                "all gradients first: use 'deferred', or set optimizer.check_finite = false without max_grad_norm and "
+                "fp16"
+            ]
+        )
+    if wanted != "auto":
+        return Schedule(name=wanted, reason="as configured")
+    tiers = {placement.optimizer for placement in blueprint.plan.flats.values()}
+    moves = Tier.NVME in tiers or (Tier.HOST in tiers and not blueprint.device.aliases_host)
+    if not moves:
+        return Schedule(name="barrier", reason="optimizer states rest where the update computes")
+    if waits_for is None:
+        return Schedule(name="eager", reason="no setting needs the norm of all gradients before an update")
+    return Schedule(name="deferred", reason=f"{waits_for} needs the norm before an update")
