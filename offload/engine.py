@@ -232,18 +232,20 @@ class Engine(StateAccess):
             )
         with self._lock:
             if self._last_unit is not None and self._last_unit != record.unit:
-                self._settle_unit(self._last_unit)
+                self._rest_gradients(self._last_unit)
             self._last_unit = record.unit
             state = self._state(record)
             state.wait_update()
             assert state.gradients is not None
             state.gradients.add(record.name, gradient, self._gradient_queue)
 
-    def _settle_unit(self, index: int) -> None:
-        for flat in self._residency.units[index].flats:
-            gradients = self._states[index, self._residency.units[index].flats.index(flat)].gradients
+    def _rest_gradients(self, index: int) -> None:
+        """Another unit's gradients arrive: those of unit `index` go to where they rest."""
+        for flat in range(len(self._residency.units[index].flats)):
+            gradients = self._states[index, flat].gradients
             if gradients is not None:
                 gradients.settle_all()
+                gradients.rest(self._gradient_queue)
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""

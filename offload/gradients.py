@@ -7,24 +7,29 @@ host, which costs at most a few blocks a unit.
 
 Sums of squares are taken block by block of each parameter from the final gradient: on nvme while it passes through
 memory, elsewhere on demand.
+
+[Note: gathering] While gradients of one unit arrive, those for nvme are summed in host memory and written in large
+pieces when another unit's turn comes (`rest`). Where memory.host has no room for that, or a gradient comes after it
+went to rest, each contribution goes through a staging slot instead: read, add, write.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.errors import GradientError
-from offload.layout import Flat, Slot
+from offload.layout import BLOCK, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu import kernels
 from optimizer_cpu.formats import PlaneSpec
+from swap.errors import BudgetError
 
 
 class Held(enum.Enum):
@@ -35,6 +40,18 @@ class Held(enum.Enum):
     SUM = "a sum in the accumulation dtype"
 
 
+class Place(enum.Enum):
+    """Where a gradient is. One whose tier is nvme has three places, for other tiers there is one."""
+
+    REST = "on its tier"
+    APART = "on the host, being smaller than a block"
+    GATHERING = "on the host, while its unit's gradients arrive"
+
+
+_GATHERED_AT_ONCE = 1
+"""Units whose gathered gradients may still be on their way to the disk when another unit begins to gather."""
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     """One parameter's gradient; `partials` are the fp64 sums of squares per block, or None until they are known."""
@@ -42,6 +59,8 @@ class _Entry:
     slot: Slot
     held: Held = Held.NOTHING
     partials: Tensor | None = None
+    gathering: bool = False
+    """Whether it is in host memory on its way to nvme, see [Note: gathering]."""
     pending: tuple[Completion, Tensor] | None = None  # a copy under way and the device tensor it reads
 
 
@@ -56,29 +75,32 @@ class FlatGradients:
         self.raw_spec = PlaneSpec(name="grad", dtype=flat.dtype)
         self.sum_spec = PlaneSpec(name="grad", dtype=accumulate)
         self._entries = {slot.name: _Entry(slot) for slot in flat.slots if slot.trainable}
-        self._planes: dict[tuple[Held, bool], Plane] = {}
+        self._planes: dict[tuple[Held, Place], Plane] = {}
         self._taken = False
 
-    # Planes. A flat on nvme has two of each kind: large parameters in the swap file, small ones (the shared blocks) on
-    # the host.
+    # Planes
 
-    def _plane(self, held: Held, small: bool) -> Plane:
-        apart = small and self.tier is Tier.NVME
-        if (held, apart) not in self._planes:
+    def _plane(self, held: Held, place: Place) -> Plane:
+        plane = self._planes.get((held, place))
+        if plane is None:
             spec = self.raw_spec if held is Held.RAW else self.sum_spec
-            tier = Tier.HOST if apart else self.tier
-            elements = self.flat.trainable_end - (self.flat.shared_start if apart else 0)
-            if self.tier is Tier.NVME and not apart:
-                elements = self.flat.shared_start
+            end = self.flat.trainable_end
+            if self.tier is Tier.NVME:
+                end = end - self.flat.shared_start if place is Place.APART else self.flat.shared_start
+            tier = self.tier if place is Place.REST else Tier.HOST
             what = f"{self.flat.unit} gradients"
-            self._planes[held, apart] = Plane(
-                self.memory, spec, elements, tier, kind="gradients", what=what, zero=False
-            )
-        return self._planes[held, apart]
+            plane = Plane(self.memory, spec, end, tier, kind="gradients", what=what, zero=False)
+            self._planes[held, place] = plane
+        return plane
+
+    def _place(self, entry: _Entry) -> Place:
+        if self.tier is not Tier.NVME:
+            return Place.REST
+        return Place.APART if entry.slot.small else Place.GATHERING if entry.gathering else Place.REST
 
     def _locate(self, entry: _Entry, held: Held) -> Plane:
-        """The plane of kind `held` that the parameter's gradient rests in."""
-        return self._plane(held, entry.slot.small)
+        """The plane of kind `held` that the parameter's gradient is in."""
+        return self._plane(held, self._place(entry))
 
     # Arrival
 
@@ -98,6 +120,7 @@ class FlatGradients:
         """Adds a contiguous 1-D device tensor to what is held; the result rests in the `target` plane."""
         entry.partials = None
         if entry.slot.numel:
+            self._gather(entry, target, queue)
             plane = self._locate(entry, target)
             if plane.tier is Tier.NVME:
                 self._add_streamed(entry, gradient, target, queue)
@@ -109,6 +132,54 @@ class FlatGradients:
             else:
                 self._add_transferred(entry, gradient, target, queue)
         entry.held = target
+
+    def _gather(self, entry: _Entry, target: Held, queue: SlotQueue) -> None:
+        """Decides whether the next contribution is summed in host memory, see [Note: gathering]."""
+        if self.tier is not Tier.NVME or entry.slot.small or (entry.held is not Held.NOTHING and not entry.gathering):
+            return
+        if (target, Place.GATHERING) in self._planes:
+            entry.gathering = True
+            return
+        queue.wait_for_other_writes(_GATHERED_AT_ONCE)
+        try:
+            self._plane(target, Place.GATHERING)
+        except BudgetError:
+            if entry.gathering:  # its sum takes more room than what has arrived so far
+                self._rest([entry], queue)
+            return
+        entry.gathering = True
+
+    def rest(self, queue: SlotQueue) -> None:
+        """Starts to write what has been gathered; `queue` knows when it is done."""
+        gathered = [e for e in self._entries.values() if e.gathering and e.held is not Held.NOTHING]
+        if gathered:
+            self._rest(gathered, queue)
+        if not self._taken and not any(entry.gathering for entry in self._entries.values()):
+            for held in (Held.RAW, Held.SUM):
+                plane = self._planes.pop((held, Place.GATHERING), None)
+                if plane is not None:
+                    plane.free()  # writes under way keep the memory
+
+    def _rest(self, entries: Sequence[_Entry], queue: SlotQueue) -> None:
+        tickets = []
+        for held in (Held.RAW, Held.SUM):
+            pieces: list[list[int]] = []
+            for entry in entries:
+                if entry.held is not held:
+                    continue
+                self.square_sums(entry.slot)
+                # The rest of its last block is nobody's.
+                lo, hi = entry.slot.offset, ceil_to(entry.slot.end, BLOCK)
+                if pieces and pieces[-1][1] == lo:
+                    pieces[-1][1] = hi
+                else:
+                    pieces.append([lo, hi])
+            for lo, hi in pieces:
+                source = self._plane(held, Place.GATHERING).view(lo, hi)
+                tickets.append(self._plane(held, Place.REST).submit_write(lo, hi, source))
+        for entry in entries:
+            entry.gathering = False
+        queue.add_writes(tickets)
 
     def _range(self, entry: _Entry, plane: Plane, start: int = 0, stop: int | None = None) -> tuple[int, int]:
         """The elements `[start, stop)` of the parameter in the plane's own elements."""
@@ -212,25 +283,35 @@ class FlatGradients:
         The values rest where they are until the step lets go of them, and before that no new gradient may arrive.
         """
         self.settle_all()
-        held = {name: entry.held for name, entry in self._entries.items() if entry.held is not Held.NOTHING}
-        for entry in self._entries.values():
-            entry.held, entry.partials = Held.NOTHING, None
+        held = {
+            name: (entry.held, self._place(entry))
+            for name, entry in self._entries.items()
+            if entry.held is not Held.NOTHING
+        }
+        self._forget(self._entries.values())
         self._taken = True
         return TakenGradients(self, held)
 
-    def _chunk_planes(self, held: Mapping[str, Held], lo: int, hi: int) -> Iterator[tuple[Held, bool, int, int]]:
-        """The (plane, apart, lo, hi) that hold gradients within `[lo, hi)`; bounds in the plane's own elements."""
-        wanted: set[tuple[Held, bool]] = set()
-        for name, what in held.items():
+    @staticmethod
+    def _forget(entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            entry.held, entry.partials, entry.gathering = Held.NOTHING, None, False
+
+    def _chunk_planes(
+        self, held: Mapping[str, tuple[Held, Place]], lo: int, hi: int
+    ) -> Iterator[tuple[Held, Place, int, int]]:
+        """The (kind, place, lo, hi) that hold gradients within `[lo, hi)`; bounds in the plane's own elements."""
+        wanted: set[tuple[Held, Place]] = set()
+        for name, where in held.items():
             slot = self._entries[name].slot
             if slot.numel and slot.offset < hi and lo < slot.end:
-                wanted.add((what, slot.small and self.tier is Tier.NVME))
+                wanted.add(where)
         shared = self.flat.shared_start
-        for kind, apart in sorted(wanted, key=lambda item: (item[0].name, item[1])):
-            if apart:
-                yield kind, True, max(lo - shared, 0), hi - shared
+        for kind, place in sorted(wanted, key=lambda item: (item[0].name, item[1].name)):
+            if place is Place.APART:
+                yield kind, place, max(lo - shared, 0), hi - shared
             else:
-                yield kind, False, lo, min(hi, shared) if self.tier is Tier.NVME else hi
+                yield kind, place, lo, min(hi, shared) if self.tier is Tier.NVME else hi
 
     def read(self, name: str, queue: SlotQueue) -> Tensor | None:
         """The accumulated gradient as a new 1-D CPU tensor in the accumulation dtype, or None if none arrived."""
@@ -258,7 +339,7 @@ class FlatGradients:
             raise GradientError(f"{name}: a gradient of {value.numel()} elements for a parameter of {entry.slot.numel}")
         self.settle(entry)
         queue.drain()
-        entry.held = Held.NOTHING
+        entry.held, entry.gathering = Held.NOTHING, False
         raw = self._one_plane or value.dtype == self.flat.dtype
         dtype = (self.raw_spec if raw else self.sum_spec).dtype
         self._put(entry, _flattened(value, dtype), Held.RAW if raw else Held.SUM, queue)
@@ -267,7 +348,7 @@ class FlatGradients:
         """Forgets one gradient or all, and gives memory back once none is left."""
         for entry in self._entries.values() if name is None else (self._entries[name],):
             self.settle(entry)
-            entry.held, entry.partials = Held.NOTHING, None
+            self._forget([entry])
         self._shrink()
 
     def _shrink(self) -> None:
@@ -286,7 +367,7 @@ class FlatGradients:
 class TakenGradients:
     """The gradients of one flat that a step works on. `release()` when the step is over."""
 
-    def __init__(self, gradients: FlatGradients, held: Mapping[str, Held]) -> None:
+    def __init__(self, gradients: FlatGradients, held: Mapping[str, tuple[Held, Place]]) -> None:
         self._gradients, self._held = gradients, held
 
     def operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> GradientOperands:
@@ -303,12 +384,20 @@ class GradientOperands:
     """The gradients that meet one chunk, brought to where the kernel runs."""
 
     def __init__(
-        self, gradients: FlatGradients, held: Mapping[str, Held], lo: int, hi: int, carver: Carver, *, on_device: bool
+        self,
+        gradients: FlatGradients,
+        held: Mapping[str, tuple[Held, Place]],
+        lo: int,
+        hi: int,
+        carver: Carver,
+        *,
+        on_device: bool,
     ) -> None:
         self._gradients, self._held, self._lo = gradients, held, lo
-        self._parts: dict[tuple[Held, bool], Operand] = {}
-        for kind, apart, start, stop in gradients._chunk_planes(held, lo, hi):
-            self._parts[kind, apart] = Operand(gradients._plane(kind, apart), start, stop, carver, on_device=on_device)
+        self._parts: dict[tuple[Held, Place], Operand] = {}
+        for kind, place, start, stop in gradients._chunk_planes(held, lo, hi):
+            plane = gradients._plane(kind, place)
+            self._parts[kind, place] = Operand(plane, start, stop, carver, on_device=on_device)
 
     @property
     def parts(self) -> list[Operand]:
@@ -324,9 +413,9 @@ class GradientOperands:
 
     def slice(self, slot: Slot, lo: int, hi: int) -> Tensor:
         """The gradient of the elements `[lo, hi)` of the flat, which lie within `slot`."""
-        apart = slot.small and self._gradients.tier is Tier.NVME
-        part = self._parts[self._held[slot.name], apart]
-        base = part.lo + (self._gradients.flat.shared_start if apart else 0)
+        where = self._held[slot.name]
+        part = self._parts[where]
+        base = part.lo + (self._gradients.flat.shared_start if where[1] is Place.APART else 0)
         return part.tensor[lo - base : hi - base]
 
 

@@ -151,6 +151,7 @@ class StateAccess(ABC):
             factor = self._scale / self._clip_factor
             resting = value.detach().to(self._memory.device.torch_device)
             gradients.replace(record.name, resting if factor == 1.0 else resting * factor, self._gradient_queue)
+            gradients.rest(self._gradient_queue)
 
     def get_full(self, name: str, kind: str = "parameter") -> Tensor | None:
         """One parameter's whole value as a new CPU tensor of its shape.

@@ -278,6 +278,17 @@ class SlotQueue:
             else:
                 slot.release()
 
+    def add_writes(self, tickets: Sequence[Ticket]) -> None:
+        """Writes whose memory is not a slot's, to be waited for like the others."""
+        if tickets:
+            self._writes.append(Ticket.gather(tickets))
+
+    def wait_for_other_writes(self, most: int) -> None:
+        """Waits until at most `most` of the groups of writes are under way, the oldest first."""
+        while len(self._writes) > most:
+            self._writes[0].wait()
+            self._writes.popleft()
+
     def _forget_done(self) -> None:
         while self._writes and self._writes[0].done():
             self._writes.popleft().wait()

@@ -44,6 +44,7 @@ class Case:
     dtype: str = "fp32"
     wide: bool = False
     prefetch: int | str = "auto"
+    schedule: str = "auto"
     seed: int = 0
     delay: float = 1e-4
 
@@ -52,7 +53,7 @@ class Case:
         kind = "wide" if self.wide else "small"
         return (
             f"{self.device}-{where}-{self.engine}-{self.staging >> 10}K-{self.chunk >> 10}K-{self.dtype}-{kind}"
-            f"-ahead_{self.prefetch}-seed{self.seed}"
+            f"-ahead_{self.prefetch}-{self.schedule}-seed{self.seed}"
         )
 
 
@@ -69,7 +70,7 @@ def config_of(case: Case, folder: Path, *, max_grad_norm: float | None = CLIP, *
         "memory": {"nvme_paths": [str(folder)], "nvme": 256 << 20, "host": 256 << 20},
         "placement": {"parameters": case.parameters, "gradients": case.gradients, "optimizer": case.optimizer},
         "swap": {"engine": case.engine, "staging": case.staging, "chunk": case.chunk},
-        "schedule": {"prefetch_units": case.prefetch},
+        "schedule": {"prefetch_units": case.prefetch, "optimizer_step": case.schedule},
         "optimizer": {**HYPER},
         "precision": {"compute_dtype": "auto" if case.dtype == "fp32" else case.dtype},
     }
