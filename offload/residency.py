@@ -251,10 +251,11 @@ class Residency:
 
     def _load(self, unit: Unit) -> None:
         try:
-            for flat in unit.flats:
-                if not flat.fixed:
-                    flat.buffer = self.memory.on_device(flat.flat.padded, flat.flat.dtype, "leases", unit.name)
-            begin_loads(self.updates, unit, self.loader)
+            with torch.inference_mode(False):  # other threads write to the buffers too
+                for flat in unit.flats:
+                    if not flat.fixed:
+                        flat.buffer = self.memory.on_device(flat.flat.padded, flat.flat.dtype, "leases", unit.name)
+                begin_loads(self.updates, unit, self.loader)
         except BaseException:
             self._drop_buffers(unit)
             raise

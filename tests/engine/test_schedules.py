@@ -211,9 +211,7 @@ def deferred(swap_folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_step_does_not_wait_for_the_updates(
-    device: str, swap_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_does_not_wait_for_the_updates(device: str, swap_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = _Held(monkeypatch)
     with deferred(swap_folder, device=device) as engine:
         stepped(engine)
@@ -385,9 +383,7 @@ def test_gradients_for_nvme_are_written_once_per_backward_and_unit(swap_folder: 
         engine.backward(loss)
         engine._gradient_queue.drain()
         written = engine.counters()["nvme_write_bytes"] - before
-        large = sum(
-            -(-r.slot.numel // 4096) * 4096 * 2 for r in engine._trainable.values() if r.slot.numel >= 4096
-        )
+        large = sum(-(-r.slot.numel // 4096) * 4096 * 2 for r in engine._trainable.values() if r.slot.numel >= 4096)
         # The last unit's stay in memory for the update.
         assert 0 < written <= large
 
@@ -397,9 +393,7 @@ def test_gradients_for_nvme_are_written_once_per_backward_and_unit(swap_folder: 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("engine_name", ["threads", "aiofiles"])
-def test_a_failed_transfer_of_an_update_fails_the_engine(
-    operation: str, engine_name: str, swap_folder: Path
-) -> None:
+def test_a_failed_transfer_of_an_update_fails_the_engine(operation: str, engine_name: str, swap_folder: Path) -> None:
     faults = FaultPlan(seed=0)
     case = placed("cpu", "nvme", wide=True, schedule="deferred", engine=engine_name)
     with nothing_left_of(swap_folder), running(decoder(wide=True), case, swap_folder, faults=faults) as engine:
@@ -435,5 +429,6 @@ def test_a_forgotten_engine_with_pending_updates_is_collected(swap_folder: Path)
         stepped(engine)
         store = weakref.ref(engine._memory.store)
         del engine
+        gc.collect()  # ends the engine, and with it the thread that holds what is pending
         gc.collect()
         assert store() is None
