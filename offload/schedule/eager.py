@@ -42,8 +42,8 @@ class EagerStep:
         """
         if record.unit in self.updated:
             raise GradientError(
-                f"{record.name}: a gradient arrived after its unit was updated during backward, because it is used both "
-                "within and outside of reentrant checkpointing; set schedule.optimizer_step = 'deferred', or use "
+                f"{record.name}: a gradient arrived after its unit was updated during backward, because it is used "
+                "both within and outside of reentrant checkpointing; set schedule.optimizer_step = 'deferred', or use "
                 "checkpoint(use_reentrant=False)"
             )
 
