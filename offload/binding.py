@@ -37,6 +37,7 @@ from offload.errors import OffloadError, StaleWeightsError
 from offload.parameters import ParameterRecord, record_of
 from offload.prefetch import VisitOrder
 from offload.residency import Residency, Unit
+from offload.telemetry.trace import COMPUTE
 from offload.turns import Turn
 
 
@@ -156,6 +157,7 @@ class Binding:
         self._dtypes = {flat.flat.dtype for unit in residency.units for flat in unit.flats}
         self._device_type = residency.memory.device.torch_device.type
         self.lock = residency.lock
+        self._spans = residency.memory.spans
         self.order = VisitOrder(prefetch_units)
         self.on_unit_backward: Callable[[Unit], None] | None = None
         residency.reclaim = self._give_way
@@ -233,6 +235,7 @@ class Binding:
             self.reset()
         frame = _Frame(units, call)
         activity.frames.append(frame)
+        self._spans.begin(COMPUTE, f"{'recompute' if in_backward else 'forward'} {units[0].name}", frame)
         # After an exception from here the forward hook runs even so (always_call) and finds the frame.
         self._check_modes(units)
         # All loads begin before the first wait. A load that nobody leases yet may have to give way meanwhile.
@@ -281,6 +284,7 @@ class Binding:
     def _leave(self, activity: _Activity) -> None:
         """Ends the innermost frame of the current thread."""
         frame = activity.frames.pop()
+        self._spans.end(frame)
         frame.call = frame.use = None
         if frame.hooks is not None:
             pop_hooks(frame.hooks)
@@ -324,6 +328,7 @@ class Binding:
             task = self._task()
             if task is None:
                 return
+            self._spans.replace(COMPUTE, f"backward {use.units[0].name}", task)
             for unit in use.units:
                 self._lease(task, unit, use)
             for unit in self.order.visit(use.units[0], backward=True):
@@ -362,6 +367,7 @@ class Binding:
                 self._release_task(task)
 
     def _release_task(self, task: _GraphTask) -> None:
+        self._spans.end(task)
         while task.leases:
             _, (unit, _uses) = task.leases.popitem()
             self._residency.release(unit, task)

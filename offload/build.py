@@ -307,6 +307,8 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
     plan, limits, config = blueprint.plan, blueprint.limits, blueprint.config
     budget = Budget({"device": limits.device, "host": limits.host, "nvme": limits.nvme})
     memory = TierMemory(device=blueprint.device, budget=budget, poison=blueprint.device.kind == "sim")
+    memory.spans.recording = config.log.trace
+    memory.spans.sample = lambda: {str(tier): budget.used(str(tier)) for tier in Tier}
     try:
         nvme = plan.total(Tier.NVME)
         if nvme:  # first, since it may refuse a path or lack space on it
@@ -326,6 +328,7 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
                 endurance=None if swap.endurance_tbw is None else int(swap.endurance_tbw * 10**12),
                 faults=faults,
             )
+            memory.store.observer = memory.spans.transferred if config.log.trace else None
         memory.open_staging(plan.staging, plan.slot_bytes)
     except BaseException:
         memory.close()

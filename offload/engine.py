@@ -37,6 +37,7 @@ from offload.schedule.choice import choose_schedule
 from offload.schedule.updates import UnitUpdate, Updates
 from offload.state import FlatState, Update
 from offload.step import uninterrupted
+from offload.telemetry.trace import WAIT, Spans
 from offload.tiers import Tier
 from optimizer_cpu import AdamWHyper, kernels
 from swap.faults import FaultPlan
@@ -333,6 +334,7 @@ class Engine(StateAccess):
         with uninterrupted():
             with self._lock:
                 result = self._step()
+            self._memory.spans.end_step(self._step_count + self._skipped_steps)
             if result.stepped:
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
                 if self.lr_scheduler is not None:
@@ -383,7 +385,11 @@ class Engine(StateAccess):
             raise
         self._change(Status.READY)
         if self._schedule.waits:
-            self._updates.drain()
+            self._memory.spans.begin(WAIT, "wait for the optimizer", self)
+            try:
+                self._updates.drain()
+            finally:
+                self._memory.spans.end(self)
 
     def _unit_updates(self, held: Sequence[ParameterRecord], grad_scale: float) -> list[UnitUpdate]:
         """The updates of the units that own the parameters in `held`, in forward order, with their gradients."""
@@ -550,6 +556,16 @@ class Engine(StateAccess):
             workspace=max(0, resident - in_memory),
         )
 
+    @property
+    def spans(self) -> Spans:
+        """What each resource did when; recorded with `log.trace`. In `torch.profiler`, spans show in any case."""
+        return self._memory.spans
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes the spans recorded so far for Perfetto; `close` does it too, as `trace.json` in `run_dir`."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._memory.spans.write(path, **self.counters())
+
     def describe(self) -> str:
         """The placement table and the plan, for people."""
         return placement_table(self._blueprint, self._memory, self._schedule)
@@ -584,6 +600,11 @@ class Engine(StateAccess):
             return
         self._change(Status.CLOSED)
         self._release_everything()
+        if self.config.log.trace and self.config.run_dir is not None:
+            try:
+                self.write_trace(Path(self.config.run_dir) / "trace.json")
+            except OSError as error:
+                log.warning("the trace cannot be written: %s", error)
 
     def _release_everything(self) -> None:
         updates = getattr(self, "_updates", None)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from offload.errors import OffloadError
 from offload.layout import BLOCK
+from offload.telemetry.trace import WAIT
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu.formats import PlaneSpec
 from swap.devices import Device, Event
@@ -296,12 +297,17 @@ class SlotQueue:
     def drain(self) -> None:
         """Waits for every write; then raises the first error, if there was one."""
         first: BaseException | None = None
-        while self._writes:
-            try:
-                self._writes[0].wait()
-            except Exception as error:
-                first = first or error
-            self._writes.popleft()
+        if self._writes:
+            self._memory.spans.begin(WAIT, "wait for writes", self)
+        try:
+            while self._writes:
+                try:
+                    self._writes[0].wait()
+                except Exception as error:
+                    first = first or error
+                self._writes.popleft()
+        finally:
+            self._memory.spans.end(self)
         if first is not None:
             raise first
 

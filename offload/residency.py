@@ -29,6 +29,7 @@ from offload.planes import Completion, Loader, Plane
 from offload.schedule.arrival import begin_loads, ready_to_load, under_way
 from offload.schedule.updates import Updates
 from offload.state import FlatState
+from offload.telemetry.trace import WAIT
 from offload.tiers import Tier, TierMemory
 from swap.devices import DeviceOutOfMemory
 from swap.errors import BudgetError
@@ -151,7 +152,11 @@ class Residency:
             if unit.phase is Phase.RESTING:
                 self._start(unit)
             if unit.phase is Phase.LOADING:
-                self._finish(unit)
+                self.memory.spans.begin(WAIT, f"wait for the weights of {unit.name}", unit)
+                try:
+                    self._finish(unit)
+                finally:
+                    self.memory.spans.end(unit)
             if opened and not unit.open:
                 unit.holders[holder] = True
                 _set_class(unit, nn.Parameter)

@@ -17,6 +17,7 @@ from torch import Tensor
 from offload.gradients import FlatGradients, GradientOperands, Held, TakenGradients
 from offload.layout import BLOCK, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue, granule
+from offload.telemetry.trace import OPTIMIZER
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu import AdamWHyper, kernels
 from optimizer_cpu.formats import PlaneSpec, StateFormat
@@ -341,22 +342,26 @@ class ChunkJob:
         """
         assert self._staging is not None and self._gradients is not None
         after: list[Completion] = []
+        spans = self.state.memory.spans
         try:
             write_only = self._weight_follows()
             for name, operand in self._operands.items():
                 if name != "weight" or not write_only:
                     operand.ready()
             self._gradients.ready()
+            spans.begin(OPTIMIZER, f"update {self.state.flat.unit}", self)
             weight = self._operands["weight"]
             if write_only and not weight.in_place:
                 weight.tensor.zero_()  # the padding between parameters is zero
             for update in self.updates:
                 self._apply(update, grad_scale)
+            spans.end(self)
             after = _put_back(self._operands.values())
             self.state.note_writes([c for c in after if isinstance(c, Ticket)])
             if deliver is not None:
                 deliver(self.lo, self.hi, weight.on_host)
         finally:
+            spans.end(self)
             queue.give_back(self._staging, after)
             self._staging = None
 

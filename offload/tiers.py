@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import OffloadError
+from offload.telemetry.trace import FROM_DEVICE, TO_DEVICE, WAIT, Spans
 from swap.budget import Budget, Reservation
 from swap.devices import Device, Event
 from swap.slabs import HostPool
@@ -44,6 +45,7 @@ class TierMemory:
         self.staging: StagingPool | None = None
         self.store: SwapStore | None = None
         self.h2d_bytes = self.d2h_bytes = 0
+        self.spans = Spans()
         self._pools: dict[str, HostPool] = {}
         self._poison = poison
         self._lock = threading.Lock()
@@ -72,10 +74,13 @@ class TierMemory:
             raise OffloadError("the engine has no staging pool")
         idle = 0
         while True:
+            self.spans.begin(WAIT, "wait for a staging slot", self)
             try:
                 return self.staging.acquire(timeout=_PATIENCE)
             except TimeoutError:
                 idle = idle + 1 if self.store is None or self.store.stats.in_flight == 0 else 0
+            finally:
+                self.spans.end(self)
             if idle == _IDLE_WAITS:
                 raise OffloadError(
                     f"all {self.staging.count} staging slots are in use, but for {_PATIENCE * _IDLE_WAITS:.0f} seconds "
@@ -114,15 +119,19 @@ class TierMemory:
 
     def copy_in(self, dst: Tensor, src: Tensor, *, after: Sequence[Event] = ()) -> Event:
         """The device's `copy_in`, counted. The caller keeps both tensors until the event is done."""
+        event = self.device.copy_in(dst, src, after=after)
         if not self.device.aliases_host:
             self.h2d_bytes += src.nbytes
-        return self.device.copy_in(dst, src, after=after)
+            self.spans.copying(TO_DEVICE, src.nbytes, event)
+        return event
 
     def copy_out(self, dst: Tensor, src: Tensor, *, after: Sequence[Event] = ()) -> Event:
         """The device's `copy_out`, counted. The caller keeps both tensors until the event is done."""
+        event = self.device.copy_out(dst, src, after=after)
         if not self.device.aliases_host:
             self.d2h_bytes += src.nbytes
-        return self.device.copy_out(dst, src, after=after)
+            self.spans.copying(FROM_DEVICE, src.nbytes, event)
+        return event
 
     def trim(self) -> None:
         """Unmaps recycled host buffers that nothing uses."""

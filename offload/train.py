@@ -93,6 +93,7 @@ class _Trainer:
                 config.seed,
                 eval_fraction=config.data.eval_fraction,
             )
+        config = config.model_copy(update={"run_dir": str(self.recorder.path)})
         if config.train.threads != "auto":
             torch.set_num_threads(config.train.threads)
         torch.manual_seed(config.seed)

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from swap.promises import Promise
 from swap.space import SwapSpace
 from swap.stats import SwapStats
 from swap.tickets import Ticket, fresh, strip_frames
+from swap.transfer import Observer, Transfer
 from swap.wear import WearLedger
 
 DEFAULT_BLOCK = 1024 * 1024
@@ -147,6 +149,15 @@ class SwapStore:
     def wear(self) -> WearLedger:
         """What is known of the drives' endurance; ``stats.path_write_bytes`` is what its methods want."""
         return self._wear
+
+    @property
+    def observer(self) -> Observer | None:
+        """Told of every request that ends, with times and bytes; None (the default) costs nothing."""
+        return self._core.observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._core.observer = observer
 
     @property
     def closed(self) -> bool:
@@ -294,6 +305,7 @@ class _Core:
         self.closed = False
         self.fully_closed = False
         self.error: BaseException | None = None
+        self.observer: Observer | None = None
         self.lock: DeferredLock[tuple[Extent, _Holding]] = DeferredLock(self._give_back)
         self._live: dict[Extent, _Holding] = {}
         self._engine: Engine | None = None
@@ -418,6 +430,7 @@ class _Core:
             else:
                 _read_last_page_whole(pieces, sums)
         ticket = Ticket(len(pieces), buffer)
+        origin = None if self.observer is None else (extent.label, time.perf_counter_ns())
         for piece in pieces:
             self.stats.begin(write=write, path=piece.path)
             request = Request(
@@ -425,7 +438,7 @@ class _Core:
                 offset=piece.position,
                 view=piece.view,
                 write=write,
-                done=_Completion(self, ticket, piece, sums),
+                done=_Completion(self, ticket, piece, sums, origin),
                 priority=priority,
                 bounce=piece.bounce,
                 address=piece.address,
@@ -575,13 +588,21 @@ _NO_BYTES = memoryview(b"")
 class _Completion:
     """Ends one request: checksum, counters, the store's failure, then the ticket, in this order."""
 
-    __slots__ = ("_core", "_piece", "_sums", "_ticket")
+    __slots__ = ("_core", "_origin", "_piece", "_sums", "_ticket")
 
-    def __init__(self, core: _Core, ticket: Ticket, piece: _Piece, sums: PageChecksums | None) -> None:
+    def __init__(
+        self,
+        core: _Core,
+        ticket: Ticket,
+        piece: _Piece,
+        sums: PageChecksums | None,
+        origin: tuple[str, int] | None = None,
+    ) -> None:
         self._core = core
         self._ticket = ticket
         self._piece = piece
         self._sums = sums
+        self._origin = origin  # label and time of submission, if somebody observes
 
     def __call__(self, request: Request, error: BaseException | None) -> None:
         if error is None and not request.write and self._sums is not None:
@@ -589,6 +610,10 @@ class _Completion:
         moved = 0 if error is not None else request.view.nbytes
         stats = self._core.stats
         stats.end(write=request.write, path=self._piece.path, nbytes=moved, bounced=request.bounce)
+        observer = self._core.observer
+        if observer is not None and self._origin is not None:
+            label, begun = self._origin
+            observer(Transfer(label, request.write, self._piece.path, moved, begun, time.perf_counter_ns()))
         if request.write and stats.path_write_bytes[self._piece.path] > self._core.wear.threshold:
             self._core.wear.check(stats.path_write_bytes)
         if error is not None:

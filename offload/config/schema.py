@@ -188,6 +188,8 @@ class LogConfig(Section):
     sinks: Sinks = ("jsonl",)
     interval: Count = 1
     """Steps between two records."""
+    trace: bool = False
+    """Record what every resource does when, and write it to ``trace.json`` in the run directory (for Perfetto)."""
 
 
 class ModelConfig(Section):
