@@ -4,6 +4,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
 
+# Many tests wait for a disk or for each other's threads, so two processes are faster even on two cores.
+PROCESSES ?= 2
+
 NATIVE := CMakeLists.txt $(wildcard optimizer_cpu/csrc/*)
 
 .PHONY: run test acceptance sanitize clean
@@ -15,7 +18,7 @@ run: $(STAMP)-run
 test: $(STAMP)-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not acceptance and not gpu"
+	$(BIN)/python -m pytest -m "not acceptance and not gpu" -n $(PROCESSES) --dist worksteal
 
 acceptance: $(STAMP)-test
 	$(BIN)/python -m pytest -m "acceptance and not gpu" --timeout 3600
