@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from offload.binding import Binding
 from offload.build import Blueprint, build_units, draw_up, move_buffers, open_memory
+from offload.checkpoint.access import CheckpointAccess
+from offload.checkpoint.boundary import Boundary
 from offload.config import Config, load_config
 from offload.describe import placement_table
 from offload.errors import GradientError, OffloadError
 from offload.gradients import Held, norm_factor
 from offload.initialization import InitFn
-from offload.inspection import StateAccess
 from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import Loader, SlotQueue
@@ -76,7 +77,7 @@ def _close_forgotten() -> None:
             engine.close()
 
 
-class Engine(StateAccess):
+class Engine(CheckpointAccess):
     """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme.
 
     Made by `offload.initialize`.
@@ -117,6 +118,7 @@ class Engine(StateAccess):
             self._steps = dict.fromkeys(self._trainable, 0)
             self._binding = self._bind(blueprint, units)
             self._scaler = self._make_scaler()
+            self._boundary = Boundary(self.module)
         except BaseException:
             self._release_everything()
             raise
@@ -170,6 +172,7 @@ class Engine(StateAccess):
         """The module's own forward, its outputs untouched."""
         self._check("called")
         self._check_parameters()
+        self._boundary.crossed |= torch.is_grad_enabled()
         try:
             return self.module(*args, **kwargs)
         finally:
@@ -231,6 +234,7 @@ class Engine(StateAccess):
             raise GradientError(
                 f"{record.name}: a gradient arrived after clip_grad_norm_(); clip once, after the last backward"
             )
+        self._boundary.crossed = True
         with self._lock:
             if self._last_unit is not None and self._last_unit != record.unit:
                 self._rest_gradients(self._last_unit)
@@ -339,6 +343,7 @@ class Engine(StateAccess):
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
                 if self.lr_scheduler is not None:
                     self.lr_scheduler.step()
+            self._boundary.mark()
         return result
 
     def _step(self) -> StepResult:
@@ -585,21 +590,30 @@ class Engine(StateAccess):
         if self._status is Status.READY:
             return
         hint = (
-            ": an optimizer step was cut short, so the state is partly old and partly new"
+            ": an optimizer step or a load was cut short, so the state is partly old and partly new"
             if self._status is Status.FAILED
             else ""
         )
         raise OffloadError(f"the engine is {self._status.value}{hint}; {action}")
 
+    def _begin_change(self) -> None:
+        self._change(Status.STEPPING)
+
+    def _end_change(self, *, failed: bool) -> None:
+        self._change(Status.FAILED if failed else Status.READY)
+
     def close(self) -> None:
-        """Ends I/O, releases memory, files and threads.
+        """Waits for a save that is under way, ends I/O, releases memory, files and threads.
 
         Parameters are gone afterwards: export or gather what you need first. Idempotent.
         """
         if self._status is Status.CLOSED:
             return
-        self._change(Status.CLOSED)
-        self._release_everything()
+        try:
+            self._end_save(report=False)
+        finally:
+            self._change(Status.CLOSED)
+            self._release_everything()
         if self.config.log.trace and self.config.run_dir is not None:
             try:
                 self.write_trace(Path(self.config.run_dir) / "trace.json")

@@ -51,6 +51,10 @@ class StateAccess(ABC):
     def _check(self, action: str) -> None:
         """Raises unless the engine is ready."""
 
+    @abstractmethod
+    def _before_edit(self) -> None:
+        """Called before weights are edited in place, outside a step."""
+
     def _state(self, record: ParameterRecord) -> FlatState:
         return self._states[record.unit, record.flat]
 
@@ -64,6 +68,9 @@ class StateAccess(ABC):
 
         Used by offloaded parameters themselves.
         """
+        modified = list(modified)
+        if modified:
+            self._before_edit()
         return self._access({r.unit for r in (*records, *modified)})
 
     @contextmanager
@@ -80,6 +87,8 @@ class StateAccess(ABC):
         keep the low bits of their fp32 master. All of them must fit memory.device at once.
         """
         self._check("gathered was called")
+        if modify:
+            self._before_edit()
         records = self._select(params)
         units = [self._residency.units[i] for i in sorted({r.unit for r in records})]
         with self._binding.using(units):

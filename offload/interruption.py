@@ -1,4 +1,4 @@
-"""Ends a run on SIGINT or SIGTERM: promptly, once, and in an orderly way."""
+"""Ends a run on SIGINT, SIGTERM or SIGUSR1: promptly, once, and in an orderly way."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from types import FrameType, TracebackType
 FORCE_AFTER_SECONDS = 0.5
 """Signals closer together than this are one request: a terminal and a supervisor may both send one."""
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAVING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask for a checkpoint before the end; schedulers send one of them ahead of taking a machine away."""
+
 
 class Interrupted(BaseException):
     """Raised in the main thread by the first signal. Not an `Exception`, so that no handler of errors swallows it."""
@@ -22,24 +26,30 @@ class Interrupted(BaseException):
         self.name = signal.Signals(signum).name
         super().__init__(f"interrupted by {self.name}")
 
+    @property
+    def saves(self) -> bool:
+        """Whether the signal asks for a checkpoint."""
+        return self.signum in SAVING
+
 
 class Interruption:
-    """Context that remembers the first SIGINT or SIGTERM, and ends the process on a second one.
+    """Context that remembers the first signal of `SIGNALS`, and ends the process on a second one.
 
-    Within `raising` the first one raises `Interrupted`. An exception raised by a signal handler is lost when the
-    interpreter happens to run a finalizer, so long loops call `check` as well.
+    Within `raising` the first one raises `Interrupted`; within `polling` too, those of `SAVING` wait for `check`. An
+    exception raised by a signal handler is lost when the interpreter happens to run a finalizer, so long loops call
+    `check` as well.
     Outside the main thread, where handlers cannot be installed, the context does nothing.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self._raising = False
+        self._raising = self._polling = False
         self._at = 0.0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in SIGNALS:
                 self._previous[signum] = signal.signal(signum, self._handle)
         return self
 
@@ -68,13 +78,23 @@ class Interruption:
         finally:
             self._raising = False
 
+    @contextmanager
+    def polling(self) -> Iterator[None]:
+        """Within `raising`: signals that ask for a checkpoint take effect at the next `check`, not within a step."""
+        before, self._polling = self._polling, True
+        try:
+            yield
+        finally:
+            self._polling = before
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signum is not None:
             if now - self._at >= FORCE_AFTER_SECONDS:
-                # Swap files have no name in a directory, so even this leaves nothing behind.
+                # Swap files have no name in a directory, and a checkpoint without a manifest is none, so even this
+                # leaves nothing that could be mistaken for something else.
                 os._exit(128 + signum)
             return
         self.signum, self._at = signum, now
-        if self._raising:
+        if self._raising and not (self._polling and signum in SAVING):
             raise Interrupted(signum)

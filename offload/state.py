@@ -133,6 +133,8 @@ class FlatState:
         if tickets:
             earlier = [self._written] if self._written is not None else []
             self._written = Ticket.gather([*earlier, *tickets])
+        self.before_rewrite: Callable[[int, int], None] | None = None
+        """Called with the elements `[lo, hi)` that are about to change; a snapshot saves their old bytes first."""
 
     def close(self) -> None:
         for plane in (self.weight, *self.planes.values()):
@@ -209,6 +211,8 @@ class FlatState:
         if slot.numel == 0:
             return
         self.settle()
+        if self.before_rewrite is not None:
+            self.before_rewrite(slot.offset, slot.end)
         if slot.offset >= self.flat.trainable_end or not self.planes:
             self._write_frozen(slot, queue, weight if weight is not None else (planes or {})["master"])
             return
@@ -350,6 +354,8 @@ class ChunkJob:
                     operand.ready()
             self._gradients.ready()
             spans.begin(OPTIMIZER, f"update {self.state.flat.unit}", self)
+            if self.state.before_rewrite is not None:
+                self.state.before_rewrite(self.lo, self.hi)
             weight = self._operands["weight"]
             if write_only and not weight.in_place:
                 weight.tensor.zero_()  # the padding between parameters is zero

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import offload
+from offload.checkpoint.run import RunCheckpoints, directory_of
 from offload.config import Config, ConfigError
 from offload.data import TextData
 from offload.interruption import Interrupted, Interruption
@@ -22,18 +23,28 @@ from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes,
 MOVED = ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes")
 
 
-def train(config: Config, *, run: RunDirectory, progress: Progress, interruption: Interruption) -> dict[str, Any]:
+def train(
+    config: Config,
+    *,
+    run: RunDirectory,
+    progress: Progress,
+    interruption: Interruption,
+    resume: Path | None = None,
+) -> dict[str, Any]:
     """Trains as ``config`` says, writes ``run``, and returns the summary that it wrote.
 
-    An interruption ends the run in an orderly way and is named in the summary. Any other exception is raised again
-    once the engine is closed and the summary, which names it, is written.
+    ``resume``: the checkpoint to continue from. An interruption ends the run in an orderly way, by SIGTERM or SIGUSR1
+    with a checkpoint of the last step boundary, and is named in the summary. Any other exception is raised again once
+    the engine is closed and the summary, which names it, is written.
     """
-    trainer = _Trainer(config, run, progress, interruption)
+    trainer = _Trainer(config, run, progress, interruption, resume)
     try:
         with interruption.raising():
             trainer.run_all()
     except Interrupted as interrupted:
         trainer.interrupted = interrupted.name
+        if interrupted.saves:
+            trainer.save_at_the_end()
     except BaseException as error:
         trainer.error = str(error).partition("\n")[0] or type(error).__name__
         raise
@@ -50,9 +61,18 @@ def train(config: Config, *, run: RunDirectory, progress: Progress, interruption
 class _Trainer:
     """One run: what it needs, what it counted, and the order of its parts."""
 
-    def __init__(self, config: Config, run: RunDirectory, progress: Progress, interruption: Interruption) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        progress: Progress,
+        interruption: Interruption,
+        resume: Path | None,
+    ) -> None:
         self.config, self.recorder = config, run
-        self.progress, self.interruption = progress, interruption
+        self.progress, self.interruption, self.resume = progress, interruption, resume
+        self.checkpoints = RunCheckpoints(config, directory_of(config, run.path), progress.say)
+        self.ready = False  # whether there is something that a checkpoint could save
         self.timers = PhaseTimers()
         self.engine: offload.Engine | None = None
         self.swap_directory: Path | None = None
@@ -76,12 +96,62 @@ class _Trainer:
         except ValueError as error:
             # Until the first step every wrong value comes from the configuration.
             raise ConfigError(" ".join(str(error).split())) from error
-        self._evaluate(engine)
-        for step in range(settings.steps):
-            self._step(engine, step)
-            done = step + 1
-            if done == settings.steps or (settings.eval_interval and done % settings.eval_interval == 0):
+        self.ready = True
+        with self.interruption.polling():
+            if self.resume is None:
                 self._evaluate(engine)
+            for step in range(self.steps, settings.steps):
+                self._step(engine, step)
+                done = step + 1
+                if done == settings.steps or (settings.eval_interval and done % settings.eval_interval == 0):
+                    self._evaluate(engine)
+                if self.checkpoints.due(done):
+                    with self.progress.phase("saving"), self.timers.phase("checkpoint"):
+                        self.checkpoints.save(engine, done, self._position(), self._counts())
+                self.interruption.check()
+        self.checkpoints.settle(engine)
+
+    def _position(self) -> dict[str, Any]:
+        """Where the data stand, and what they are: a batch depends on nothing else."""
+        config = self.config
+        return {
+            "step": self.steps,
+            "train_bytes": self.data.train_bytes,
+            "context": config.data.context,
+            "batch_size": config.train.batch_size,
+            "micro_batches": config.train.micro_batches,
+            "seed": config.seed,
+        }
+
+    def _counts(self) -> dict[str, Any]:
+        """What the summary of a resumed run goes on from."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "skipped_steps": self.skipped_steps,
+            "step_seconds": self.step_seconds,
+            "losses": self.losses[:1] + self.losses[1:][-1:],
+            "eval_losses": self.eval_losses[:1] + self.eval_losses[1:][-1:],
+        }
+
+    def _resume(self, engine: offload.Engine, path: Path) -> None:
+        with self.progress.phase("loading checkpoint"):
+            report = engine.load_checkpoint(path)
+        self.steps = report.step
+        self.checkpoints.resumed(report, self._position())
+        counts = report.extra_state
+        if isinstance(counts, dict) and counts.get("steps") == report.step:
+            self.tokens, self.skipped_steps = int(counts["tokens"]), int(counts["skipped_steps"])
+            self.step_seconds = float(counts["step_seconds"])
+            self.losses, self.eval_losses = list(counts["losses"]), list(counts["eval_losses"])
+
+    def save_at_the_end(self) -> None:
+        """The checkpoint of a run that a signal ends; a second signal ends it at once, and leaves none."""
+        if self.engine is None or not self.ready or not self.config.checkpoint.on_signal:
+            return
+        with self.progress.phase("saving"):
+            self.checkpoints.save(self.engine, self.steps, self._position(), self._counts(), final=True)
+            self.checkpoints.settle(self.engine)
 
     def _set_up(self) -> offload.Engine:
         config = self.config
@@ -114,6 +184,12 @@ class _Trainer:
         self.engine.wear()  # what has been written so far is not what a step writes
         self.progress.say(self.engine.describe())
         self.progress.say(describe_groups(groups))
+        if self.resume is not None:
+            self._resume(self.engine, self.resume)
+        self.recorder.forget_after(self.steps if self.resume is not None else -1)
+        self.checkpoints.check_space(self.engine, config.train.steps - self.steps)
+        if config.checkpoint.dry_run and self.steps == 0:
+            self.checkpoints.dry_run(self.engine, self._position(), self._counts())
         return self.engine
 
     @staticmethod
@@ -224,6 +300,9 @@ class _Trainer:
             **self.moved,
             "wear": self.wear,
             "step_seconds_median_by_phase": self.timers.medians(),
+            "checkpoint": None if self.checkpoints.saved is None else str(self.checkpoints.saved),
+            "failed_checkpoints": self.checkpoints.failures,
+            "resumed_from": None if self.resume is None else str(self.resume),
             "interrupted": self.interrupted,
             "error": self.error,
         }
@@ -255,5 +334,8 @@ def closing_lines(summary: dict[str, Any], directory: Path) -> list[str]:
     )
     if summary["interrupted"]:
         lines.append(f"interrupted by {summary['interrupted']} after {summary['steps']} steps")
+    if summary["checkpoint"]:
+        more = f"; continue with --resume auto --run-dir {directory}" if summary["interrupted"] else ""
+        lines.append(f"checkpoint {summary['checkpoint']}{more}")
     lines.append(f"run directory {directory}")
     return lines

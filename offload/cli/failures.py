@@ -42,10 +42,11 @@ def exit_status(error: Exception) -> int | None:
     if isinstance(error, ConfigError):
         return USER_ERROR
     # Both packages are loaded by the time that their exceptions can arrive here.
+    from offload.checkpoint.errors import CheckpointError
     from offload.errors import OffloadError, PlanError, UnsupportedModelError
     from swap.errors import BudgetError, SwapError, SwapPathError
 
-    if isinstance(error, (PlanError, UnsupportedModelError, SwapPathError, BudgetError)):
+    if isinstance(error, (CheckpointError, PlanError, UnsupportedModelError, SwapPathError, BudgetError)):
         return USER_ERROR
     if isinstance(error, (SwapError, OffloadError, MemoryError, OSError)):
         return FAULT

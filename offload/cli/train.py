@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -18,31 +19,47 @@ from offload.telemetry import Progress, RunDirectory, dump_json
 @click.command("train")
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [SECTION.KEY=VALUE]...")
 @click.option("--run-dir", help="Directory of the run; by default runs/<date>-<time>.")
+@click.option("--resume", help="Continue: 'auto' from the newest complete checkpoint, if any; or the PATH of one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout, all else on stderr.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def train_command(arguments: Sequence[str], run_dir: str | None, as_json: bool, debug: bool) -> None:
+def train_command(
+    arguments: Sequence[str], run_dir: str | None, resume: str | None, as_json: bool, debug: bool
+) -> None:
     """Train a language model on text.
 
     CONFIG is a .toml or .json file. Without one, a Llama of about 20M parameters learns the text that ships with
     Python, its whole state in swap files. Any key can be set on the command line: train.steps=200 memory.host=1GiB.
+
+    With --resume auto the same command can be repeated until the run is done; without --run-dir it continues the run
+    below runs/ that saved last, and without CONFIG as that run was configured. SIGTERM and SIGUSR1 save a checkpoint
+    and end the run with status 143 or 138; a second signal ends it at once.
     """
     with reported(debug=debug), Interruption() as interruption:
-        status = _train(_config(arguments, run_dir), interruption, as_json=as_json)
+        run_dir = _run_to_resume(run_dir, resume)
+        status = _train(_config(arguments, run_dir, resume), interruption, resume, as_json=as_json)
     sys.exit(status)
 
 
-def _config(arguments: Sequence[str], run_dir: str | None) -> Config:
+def _run_to_resume(run_dir: str | None, resume: str | None) -> str | None:
+    """Without a directory, `--resume auto` means the run that saved last."""
+    if resume != "auto" or run_dir is not None:
+        return run_dir
+    from offload.checkpoint.run import newest_run
+
+    found = newest_run()
+    return None if found is None else str(found)
+
+
+def _config(arguments: Sequence[str], run_dir: str | None, resume: str | None = None) -> Config:
     named = bool(arguments) and "=" not in arguments[0]
-    source = arguments[0] if named else DEFAULT_FILE
+    saved = None if resume is None or run_dir is None else Path(run_dir) / "config.toml"
+    default = saved if saved is not None and saved.exists() else DEFAULT_FILE
+    source = arguments[0] if named else default
     overrides = list(arguments[1:] if named else arguments)
     if run_dir is not None:
         overrides.append(f"run_dir={run_dir}")
     config = load_config(source, overrides)
-    problems = [
-        f"checkpoint.{key} = {value!r}: not in this version; remove the key"
-        for key, value in config.checkpoint
-        if value is not None
-    ]
+    problems = []
     if config.data.files:
         from offload.data import find_files
 
@@ -58,16 +75,18 @@ def _config(arguments: Sequence[str], run_dir: str | None) -> Config:
     return config
 
 
-def _train(config: Config, interruption: Interruption, *, as_json: bool) -> int:
+def _train(config: Config, interruption: Interruption, resume: str | None, *, as_json: bool) -> int:
     stream = sys.stderr if as_json else sys.stdout
-    run = RunDirectory(config.run_dir)
+    run = RunDirectory(config.run_dir, resume=resume is not None)
     progress = Progress(total=config.train.steps, stream=stream)
     try:
         run.write_config(config)
         with progress:
             with progress.phase("loading torch"):
+                from offload.checkpoint.run import directory_of, resolve_resume
                 from offload.train import closing_lines, train
-            summary = train(config, run=run, progress=progress, interruption=interruption)
+            found = None if resume is None else resolve_resume(resume, directory_of(config, run.path))
+            summary = train(config, run=run, progress=progress, interruption=interruption, resume=found)
     except Exception as error:
         if exit_status(error) == USER_ERROR and run.records == 0:
             run.discard()

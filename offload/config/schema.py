@@ -175,11 +175,32 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Where and how often checkpoints are written."""
+    """Where and how often the command line writes checkpoints."""
 
     directory: OrNone[str] = None
+    """By default ``checkpoints`` in the run's directory."""
     interval: OrNone[Count] = None
+    """Steps between two checkpoints; without one a checkpoint is written only when a signal ends the run."""
     keep: OrNone[Count] = None
+    """Complete checkpoints to keep, the newest; all when unset."""
+    keep_every: OrNone[Count] = None
+    """Besides those, the checkpoints whose step is a multiple of this are kept."""
+    dry_run: bool = False
+    """Write and verify a checkpoint before the first step: what cannot be saved shows now."""
+    on_signal: bool = True
+    """Save when SIGTERM or SIGUSR1 ends the run."""
+    background: bool = False
+    """Save beside training instead of between two steps."""
+    bandwidth_share: Positive = 0.5
+    """The part of the time that a save beside training may keep the disk busy."""
+
+    @model_validator(mode="after")
+    def _kept_checkpoints_exist(self) -> CheckpointConfig:
+        if self.keep_every is not None and self.keep is None:
+            raise ValueError(f"keep_every = {self.keep_every} has no effect without keep, since all are kept then")
+        if self.bandwidth_share > 1:
+            raise ValueError(f"bandwidth_share = {self.bandwidth_share:g} is a part of the time: at most 1")
+        return self
 
 
 class LogConfig(Section):

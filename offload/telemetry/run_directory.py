@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -21,21 +22,41 @@ class RunDirectory:
     """``config.toml``, ``metrics.jsonl`` (one record a line, flushed at once) and ``summary.json`` of one run.
 
     ``path``: the directory, made if it is missing; ``None`` makes ``runs/<date>-<time>`` under the working directory.
-    Raises `ConfigError` when the directory cannot be made or written, or already holds a run.
+    ``resume``: continue the run that the directory holds, if it holds one; `forget_after` says from where.
+    Raises `ConfigError` when the directory cannot be made or written, already holds a run, or one writes it now.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, *, resume: bool = False) -> None:
         self.path = _numbered(Path("runs") / time.strftime("%Y%m%d-%H%M%S")) if path is None else Path(path)
         self.records = 0
         self._made = [directory for directory in (self.path, *self.path.parents) if not directory.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "summary.json"):
+            for name in () if resume else ("metrics.jsonl", "summary.json"):
                 if (self.path / name).exists():
                     raise ConfigError(f"run_dir = {str(self.path)!r}: already holds a run ({name}); choose another")
-            self._metrics = open(self.path / "metrics.jsonl", "x", encoding="utf-8")  # noqa: SIM115 - closed in close()
+            mode = "a+" if resume else "x+"
+            self._metrics = open(self.path / "metrics.jsonl", mode, encoding="utf-8")  # noqa: SIM115 - closed in close()
+            self._continued = self._metrics.tell() > 0
+            if not _lock(self._metrics.fileno()):
+                self._metrics.close()
+                raise ConfigError(f"run_dir = {str(self.path)!r}: another process writes it now")
         except OSError as error:
             raise ConfigError(f"run_dir = {str(self.path)!r}: cannot be written: {error.strerror}") from None
+
+    def forget_after(self, step: int) -> None:
+        """Drops the records of later steps, which the resumed run makes anew, and a record that was cut short."""
+        self._metrics.seek(0)
+        kept = []
+        for line in self._metrics:
+            with contextlib.suppress(ValueError, AttributeError):
+                if line.endswith("\n") and json.loads(line).get("step", 0) <= step:
+                    kept.append(line)
+        self._metrics.seek(0)
+        self._metrics.truncate()
+        self._metrics.writelines(kept)
+        self._metrics.flush()
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def write_config(self, config: Config) -> None:
         """Writes the configuration with every default filled in, for another run: all but the directory of this one."""
@@ -58,13 +79,26 @@ class RunDirectory:
         self._metrics.close()
 
     def discard(self) -> None:
-        """Removes what this object wrote, for a run that was refused before it began."""
+        """Removes what this object wrote, for a run that was refused before it began; not an earlier run's files."""
         self.close()
+        if self._continued:
+            return
         for name in ("config.toml", "metrics.jsonl", "summary.json"):
             (self.path / name).unlink(missing_ok=True)
         for directory in self._made:
             with contextlib.suppress(OSError):
                 directory.rmdir()
+
+
+def _lock(fd: int) -> bool:
+    """Whether nobody else holds the file; filesystems without locks have no say."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def dump_json(values: Mapping[str, Any]) -> str:

@@ -179,7 +179,8 @@ def test_a_factory_beside_the_configuration(offload: Command) -> None:
         (["model.preset=none", "model.factory=absent:build"], "absent"),
         (["optimizer.no_decay=['nothing*']"], "optimizer.no_decay"),
         (["units.wrap=['NoSuchBlock']"], "NoSuchBlock"),
-        (["checkpoint.interval=5"], "checkpoint.interval"),
+        (["checkpoint.keep_every=5"], "checkpoint.keep"),
+        (["checkpoint.interval=1", "train.steps=1000000000"], "checkpoint.directory"),
         (["train.steps=3", "stray"], "'stray'"),
     ],
 )
@@ -223,8 +224,11 @@ def test_signals_end_a_run_in_order(offload: Command, signum: int, records: int)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signum, (out, err)
     assert err == ""
-    assert offload.tree() == ["run", *(f"run/{name}" for name in RUN_FILES)]
     summary, lines = read_run(offload.cwd / "run")
+    assert sorted(path.name for path in (offload.cwd / "run").iterdir() if path.name != "checkpoints") == RUN_FILES
+    if signum == signal.SIGINT:
+        assert summary["checkpoint"] is None
+    assert (offload.cwd / "run" / "checkpoints").exists() == (summary["checkpoint"] is not None)
     assert summary["interrupted"] == signal.Signals(signum).name and summary["error"] is None
     assert summary["steps"] == len([line for line in lines if "loss" in line])
     if records == 4:

@@ -1,0 +1,218 @@
+"""Directories of checkpoints: finding, locking, committing, keeping and removing them.
+
+`<directory>/step-00000010/` is complete once it holds `manifest.json`, which is written last: to a temporary name,
+fsynced, renamed, and the directory fsynced. Nothing else decides. Removal begins with the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from offload.checkpoint.errors import CheckpointError, CheckpointSaveError, IncompleteCheckpointError
+from offload.checkpoint.format import MANIFEST, STEP_DIRECTORY, index_file
+from offload.checkpoint.manifest import Manifest, SavedFile, read_index
+from swap.geometry import format_bytes
+
+log = logging.getLogger("offload")
+
+_OURS = (".safetensors", ".json", ".tmp")
+
+
+def step_directories(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every directory named like a checkpoint, complete or not, oldest first. Follows no links."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+        for entry in entries:
+            match = STEP_DIRECTORY.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append((int(match[1]), Path(entry.path)))
+    return sorted(found)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a directory holds a manifest."""
+    try:
+        return stat.S_ISREG(os.lstat(path / MANIFEST).st_mode)
+    except OSError:
+        return False
+
+
+def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the complete checkpoints, oldest first."""
+    return [item for item in step_directories(directory) if is_complete(item[1])]
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Path:
+    """A checkpoint: `path` itself, or the newest complete one in it.
+
+    Raises:
+        IncompleteCheckpointError: neither is there; the message says what is.
+    """
+    root = Path(path)
+    if is_complete(root):
+        return root
+    complete = complete_checkpoints(root)
+    if complete:
+        return complete[-1][1]
+    if not root.is_dir():
+        raise IncompleteCheckpointError(f"{root}: no such directory")
+    cut = [p.name for _, p in step_directories(root)]
+    found = f"only {', '.join(cut[-3:])}, whose save was cut short" if cut else "and no step-… directory"
+    raise IncompleteCheckpointError(f"{root}: no complete checkpoint ({MANIFEST}) in it, {found}")
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keeps other processes from writing checkpoints under `directory` meanwhile.
+
+    Raises:
+        CheckpointSaveError: one is writing there now.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise CheckpointSaveError(
+                    f"{directory}: another process writes a checkpoint there; give each run a checkpoint.directory of "
+                    "its own"
+                ) from None
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):  # filesystems without locks
+                raise
+        yield
+    finally:
+        os.close(fd)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A file with `data`, whole or not at all, on the disk when this returns."""
+    temporary = path.with_name(path.name + ".tmp")
+    fd = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            done = 0
+            while done < len(data):
+                done += os.write(fd, data[done:])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    fsync_directory(path.parent)
+
+
+def saved_files(directory: Path, names: Sequence[str]) -> tuple[SavedFile, ...]:
+    """The manifest's entries for the tensor files `names`, one of each rank in order.
+
+    Raises:
+        CheckpointError: a rank's file or index is missing or belongs to another rank.
+    """
+    files = []
+    for rank, name in enumerate(names):
+        index = index_file(name)
+        found = read_index(directory, index)
+        if (found.rank, found.world) != (rank, len(names)):
+            raise CheckpointError(
+                f"{directory / index}: of rank {found.rank} of {found.world}, not {rank} of {len(names)}"
+            )
+        data = (directory / index).read_bytes()
+        size = os.stat(directory / name).st_size
+        digest = hashlib.sha256(data).hexdigest()
+        files.append(SavedFile(name=name, nbytes=size, index=index, index_sha256=digest))
+    return tuple(files)
+
+
+def commit(directory: Path, manifest: Manifest) -> None:
+    """Makes a checkpoint complete, then removes what an earlier one of the same step left in its directory."""
+    fsync_directory(directory)
+    write_durably(directory / MANIFEST, manifest.to_json())
+    fsync_directory(directory.parent)
+    named = {MANIFEST, *(f.name for f in manifest.files), *(f.index for f in manifest.files)}
+    _remove_ours(directory, keep=named)
+
+
+def _remove_ours(directory: Path, keep: set[str]) -> None:
+    with os.scandir(directory) as entries:
+        for entry in list(entries):
+            if entry.name not in keep and entry.name.endswith(_OURS) and not entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint, its manifest first: a crash in the middle leaves none that looks complete."""
+    with contextlib.suppress(FileNotFoundError):
+        (path / MANIFEST).unlink()
+        fsync_directory(path)
+    _remove_ours(path, keep=set())
+    with contextlib.suppress(OSError):  # something that is not ours lies in it
+        path.rmdir()
+
+
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Removes the directories of saves that were cut short; call it under `locked`. Returns them."""
+    gone = []
+    for _, path in step_directories(directory):
+        if not is_complete(path):
+            remove_checkpoint(path)
+            gone.append(path)
+    return gone
+
+
+def retain(directory: Path, keep: int | None, keep_every: int | None) -> list[Path]:
+    """Removes all complete checkpoints but the newest `keep` and those whose step is a multiple of `keep_every`.
+
+    `keep` None keeps all. Returns what was removed; what cannot be is logged.
+    """
+    if keep is None:
+        return []
+    gone = []
+    for step, path in complete_checkpoints(directory)[:-keep]:
+        if keep_every and step and step % keep_every == 0:
+            continue
+        try:
+            remove_checkpoint(path)
+            gone.append(path)
+        except OSError as error:
+            log.warning("%s: an old checkpoint could not be removed: %s", path, error.strerror)
+    return gone
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes free on the filesystem of a directory that may not exist yet."""
+    place = directory.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def check_space(directory: Path, needed: int, what: str) -> None:
+    """CheckpointError, with both figures, unless `needed` bytes are free where `directory` is or will be."""
+    free = free_bytes(directory)
+    if free < needed:
+        raise CheckpointError(
+            f"{directory}: {format_bytes(free)} free, but {what} needs {format_bytes(needed)}: free some space, lower "
+            "checkpoint.keep, or choose another checkpoint.directory"
+        )

@@ -1,0 +1,167 @@
+"""Resuming with the command line: signals, kills, and full disks, each followed by --resume auto."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from offload.checkpoint import complete_checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = (
+    "model.hidden_size=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.dropout=0.1",
+    "data.context=32",
+    "train.batch_size=2",
+    "train.micro_batches=2",
+    "train.eval_batches=2",
+    "train.eval_interval=4",
+    "train.threads=1",
+    "train.steps=12",
+    "placement.parameters=nvme",
+    "placement.gradients=host",
+    "placement.optimizer=nvme",
+    "checkpoint.keep=2",
+)
+
+
+def start(cwd: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    command = [sys.executable, "-m", "offload", "train", *TINY, *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(cwd: Path, *arguments: str, status: int = 0) -> str:
+    process = start(cwd, *arguments)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == status, (out, err)
+    return out + err
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    kept = ("step", "loss", "eval_loss", "grad_norm", "lr", "tokens")
+    return [{key: line[key] for key in kept if key in line} for line in lines]
+
+
+def tensors(directory: Path) -> dict[str, Any]:
+    (_, path) = complete_checkpoints(directory / "checkpoints")[-1]
+    (file,) = path.glob("*.safetensors")
+    return {key: value.tolist() for key, value in load_file(file).items() if not key.startswith("pad/")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Records and final state of the uninterrupted run."""
+    cwd = tmp_path_factory.mktemp("whole")
+    run(cwd, "--run-dir", "run", "checkpoint.interval=12", "checkpoint.dry_run=true")
+    yield records(cwd / "run"), tensors(cwd / "run")
+
+
+def wait_for_step(directory: Path, count: int, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None:
+        path = directory / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"ended early: {process.communicate()}")
+
+
+Whole = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_the_run_continues(tmp_path: Path, whole: Whole, signum: int) -> None:
+    process = start(tmp_path, "--run-dir", "run")
+    wait_for_step(tmp_path / "run", 4, process)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, (out, err)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["interrupted"] == signal.Signals(signum).name and summary["checkpoint"] is not None
+    assert Path(summary["checkpoint"]).name == f"step-{summary['steps']:08d}"
+    said = run(tmp_path, "--resume", "auto", "checkpoint.interval=12")
+    assert f"after {summary['steps']} steps" in said
+    assert records(tmp_path / "run") == whole[0]
+    assert tensors(tmp_path / "run") == whole[1]
+
+
+def kill_until_done(cwd: Path, times: int, seed: int) -> None:
+    """Kills the run `times` times, each after one more step at least at a random moment, then lets it finish."""
+    generator = random.Random(seed)
+    for _ in range(times):
+        process = start(cwd, "--run-dir", "run", "--resume", "auto", "checkpoint.interval=1", "train.steps=12")
+        began = time.monotonic()
+        try:
+            process.wait(timeout=generator.uniform(3.0, 6.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+        process.communicate()
+        assert time.monotonic() - began < 60
+        for _, path in complete_checkpoints(cwd / "run" / "checkpoints"):
+            assert (path / "manifest.json").stat().st_size > 0
+    run(cwd, "--run-dir", "run", "--resume", "auto", "checkpoint.interval=1")
+
+
+def test_killed_at_random_moments(tmp_path: Path, whole: Whole) -> None:
+    kill_until_done(tmp_path, 5, seed=1)
+    assert tensors(tmp_path / "run") == whole[1]
+    assert records(tmp_path / "run") == whole[0]
+
+
+@pytest.mark.acceptance
+def test_killed_at_fifty_random_moments(tmp_path: Path, whole: Whole) -> None:
+    for round_ in range(10):
+        cwd = tmp_path / str(round_)
+        cwd.mkdir()
+        kill_until_done(cwd, 5, seed=100 + round_)
+        assert tensors(cwd / "run") == whole[1]
+
+
+def test_a_run_whose_saves_fail_goes_on(tmp_path: Path, whole: Whole) -> None:
+    code = (
+        "import errno, os, sys\n"
+        "from offload.checkpoint import tensorfile\n"
+        "real, calls = tensorfile.write_all, []\n"
+        "def write_all(fd, data, offset):\n"
+        "    calls.append(offset)\n"
+        "    if 2 <= len(calls) <= 3: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+        "    return real(fd, data, offset)\n"
+        "tensorfile.write_all = write_all\n"
+        "from offload.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    arguments = ["train", *TINY, "--run-dir", "run", "checkpoint.interval=3"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "No space left on device" in done.stdout and "older checkpoints are as they were" in done.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["failed_checkpoints"] >= 1 and summary["checkpoint"].endswith("step-00000012")
+    assert tensors(tmp_path / "run") == whole[1]
+
+
+def test_resume_of_what_is_not_there(tmp_path: Path) -> None:
+    said = run(tmp_path, "--resume", "nowhere", "--run-dir", "run", status=2)
+    assert said.count("error:") == 1 and "--resume: nowhere: no such directory" in said
