@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload.checkpoint import CheckpointError, CheckpointSaveError
+    from offload.checkpoint.weights import Weights
     from offload.config import Config, ConfigError, load_config
     from offload.engine import Engine, initialize
     from offload.errors import GradientError, OffloadError, PlanError, StaleWeightsError, UnsupportedModelError
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from offload.results import MemoryReport, StepResult
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointSaveError",
     "Config",
     "ConfigError",
     "Engine",
@@ -32,6 +36,7 @@ __all__ = [
     "StaleWeightsError",
     "StepResult",
     "UnsupportedModelError",
+    "Weights",
     "empty_init",
     "initialize",
     "load_config",
@@ -40,6 +45,9 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointError": "offload.checkpoint.errors",
+    "CheckpointSaveError": "offload.checkpoint.errors",
+    "Weights": "offload.checkpoint.weights",
     "Config": "offload.config",
     "ConfigError": "offload.config",
     "load_config": "offload.config",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.weights import WeightSource, values_of
 from offload.config import Config
 from offload.errors import UnsupportedModelError
 from offload.initialization import Creator, InitFn
@@ -64,6 +65,7 @@ class Blueprint:
     groups: list[dict[str, Any]]
     optimized: set[int]
     creator: Creator
+    source: WeightSource | None = None
 
 
 def check_model(model: nn.Module) -> None:
@@ -156,7 +158,13 @@ def weight_dtype(name: str, parameter: nn.Parameter, config: Config) -> torch.dt
     return DTYPES[compute]
 
 
-def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn | None) -> Blueprint:
+def draw_up(
+    model: nn.Module,
+    config: Config,
+    param_groups: Any,
+    init_fn: InitFn | None,
+    source: WeightSource | None = None,
+) -> Blueprint:
     """Splits, lays out and places the model. Allocates nothing but the device object."""
     check_model(model)
     check_swap_paths(config.memory.nvme_paths)
@@ -198,6 +206,7 @@ def draw_up(model: nn.Module, config: Config, param_groups: Any, init_fn: InitFn
         groups=groups,
         optimized=optimized,
         creator=creator,
+        source=source,
     )
 
 
@@ -348,7 +357,9 @@ def build_units(
     try:
         for spec, layout in zip(blueprint.specs, blueprint.layouts, strict=True):
             parameters = dict(spec.parameters)
-            blueprint.creator.create(list(parameters.values()))
+            source = blueprint.source
+            blueprint.creator.create([p for p in parameters.values() if source is None or not source.has(p)])
+            values = values_of(parameters, source)
             unit = Unit(index=spec.index, name=spec.name, flats=[])
             for index, flat in enumerate(layout.flats):
                 tiers = blueprint.plan.flats[spec.index, index]
@@ -363,7 +374,7 @@ def build_units(
                     chunk=blueprint.plan.chunk,
                 )
                 states[spec.index, index] = state
-                state.create(lambda slot: parameters[slot.name].detach().cpu(), queue)  # noqa: B023 - used at once
+                state.create(values, queue)
                 records = [
                     ParameterRecord(
                         name=slot.name,

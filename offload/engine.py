@@ -22,6 +22,7 @@ from offload.binding import Binding
 from offload.build import Blueprint, build_units, draw_up, move_buffers, open_memory
 from offload.checkpoint.access import CheckpointAccess
 from offload.checkpoint.boundary import Boundary
+from offload.checkpoint.weights import Weights, open_weights
 from offload.config import Config, load_config
 from offload.describe import placement_table
 from offload.errors import GradientError, OffloadError
@@ -674,6 +675,7 @@ def initialize(
     param_groups: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     init_fn: InitFn | None = None,
+    weights: Weights | str | os.PathLike[str] | None = None,
     faults: FaultPlan | None = None,
 ) -> Engine:
     """Takes a model over and returns its engine.
@@ -688,6 +690,9 @@ def initialize(
             `engine.step()`, not on skipped steps. By default what `optimizer.scheduler` asks for.
         init_fn: `init_fn(module)` gives initial values to the parameters that `module` owns directly; for models on the
             meta device.
+        weights: safetensors files, as `transformers` saves them, to take the parameters' values from instead: a file or
+            a directory, read range by range; `offload.Weights` has options. Tensors are converted to each parameter's
+            dtype.
         faults: faults to inject beneath the I/O engine, for tests and drills.
 
     Raises:
@@ -698,5 +703,12 @@ def initialize(
     groups = None if param_groups is None else list(param_groups)
     if lr_scheduler is None:
         lr_scheduler = configured_scheduler(resolved)
-    blueprint = draw_up(model, resolved, groups, init_fn)
-    return Engine(blueprint, lr_scheduler=lr_scheduler, faults=faults)
+    if weights is None:
+        weights = resolved.model.weights
+    source = open_weights(weights, model)
+    try:
+        blueprint = draw_up(model, resolved, groups, init_fn, source)
+        return Engine(blueprint, lr_scheduler=lr_scheduler, faults=faults)
+    finally:
+        if source is not None:
+            source.close()

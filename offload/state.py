@@ -153,8 +153,11 @@ class FlatState:
 
     # First values
 
-    def create(self, values: Callable[[Slot], Tensor], queue: SlotQueue) -> None:
-        """Sets all planes from the parameters' own values (`values(slot)`, any shape), moments zero."""
+    def create(self, values: Callable[[Slot, int, int], Tensor], queue: SlotQueue) -> None:
+        """Sets all planes from the parameters' own values, moments zero.
+
+        `values(slot, lo, hi)` gives elements `[lo, hi)` of a flattened parameter, in host memory.
+        """
         for lo, hi in self._chunks(0, self.flat.trainable_end):
             staging = queue.acquire()
             after: list[Completion] = []
@@ -164,9 +167,7 @@ class FlatState:
                 operands = self._operands(lo, hi, carver, on_device=False)
                 master = carver.take(hi - lo, torch.float32).zero_()
                 for slot, start, stop in _meets(self.flat.slots, lo, hi):
-                    master[start - lo : stop - lo].copy_(
-                        values(slot).reshape(-1)[start - slot.offset : stop - slot.offset]
-                    )
+                    master[start - lo : stop - lo].copy_(values(slot, start - slot.offset, stop - slot.offset))
                 kernels.load_(self.fmt.name, {name: op.tensor for name, op in operands.items()}, master=master)
                 after = _put_back(operands.values())
             finally:
@@ -179,9 +180,8 @@ class FlatState:
                 operand = Operand(self.weight, lo, hi, Carver(staging), on_device=False)
                 operand.tensor.zero_()
                 for slot, start, stop in _meets(self.flat.slots, lo, hi):
-                    operand.tensor[start - lo : stop - lo].copy_(
-                        values(slot).reshape(-1)[start - slot.offset : stop - slot.offset]
-                    )
+                    part = values(slot, start - slot.offset, stop - slot.offset)
+                    operand.tensor[start - lo : stop - lo].copy_(part)
                 after = _put_back([operand])
             finally:
                 queue.give_back(staging, after)

@@ -42,12 +42,14 @@ from offload.checkpoint.errors import (
     CheckpointSaveError,
     DamagedCheckpointError,
 )
+from offload.checkpoint.export import Exported, carried_from, export_tensors, fits, model_config
 from offload.checkpoint.format import MANIFEST, decode_state, integer, rank_file, step_name
 from offload.checkpoint.load import Loader, LoadReport, Match, check_match, match_parameters
 from offload.checkpoint.manifest import read_manifest
 from offload.checkpoint.reader import Source
 from offload.checkpoint.regions import make_regions
 from offload.checkpoint.save import RankFile, RankSaver, unhook
+from offload.checkpoint.streams import engine_tensors
 from offload.inspection import StateAccess
 from offload.randomness import seed_everything
 from offload.scaler import LossScaler
@@ -338,6 +340,42 @@ class CheckpointAccess(StateAccess):
             data=data,
             extra_state=extra_state,
         )
+
+    def export_safetensors(
+        self,
+        directory: str | os.PathLike[str],
+        dtype: str | torch.dtype | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        carry: str | os.PathLike[str] | None = None,
+    ) -> Exported:
+        """Writes the weights as safetensors files that `from_pretrained` of `transformers` loads.
+
+        A tied parameter is written once, under its first name. Nothing larger than a chunk is held, and every file is
+        read back before it gets its name.
+
+        Args:
+            dtype: "bf16", "fp16" or "fp32" (the masters, where there are some); None: as each parameter computes.
+            max_shard_size: bytes of a file at most (a single larger tensor is a file of its own).
+            carry: a directory whose configuration and tokenizer files are copied along. The configuration of a
+                `transformers` model is written anyway.
+
+        Raises:
+            CheckpointSaveError: the disk is full or the like; nothing of the export remains.
+            CheckpointError: `directory` holds other weights.
+        """
+        self._check("export_safetensors was called")
+        with self._lock:
+            self._settle_states()
+            tensors = engine_tensors(self, dtype)
+            fits(tensors, Path(directory), free_bytes(Path(directory)))
+            return export_tensors(
+                tensors,
+                directory,
+                max_shard_size=max_shard_size,
+                carried=carried_from(carry),
+                config=model_config(self.module, [t.dtype for t in tensors]),
+            )
 
     def _checkpoint_memory(self, nbytes: int) -> Tensor:
         return self._memory.host(nbytes, torch.uint8, "checkpoint", "a buffer of the checkpoint reader")

@@ -98,7 +98,13 @@ class Loader:
     """Sets the planes of flats from a source. `names`: parameter of the engine -> saved parameter."""
 
     def __init__(
-        self, source: Source, names: Mapping[str, str], queue: SlotQueue, allocate: Allocate, *, weights_only: bool
+        self,
+        source: Source,
+        names: Mapping[str, str],
+        queue: SlotQueue | None,
+        allocate: Allocate,
+        *,
+        weights_only: bool,
     ) -> None:
         self.source, self.names, self.queue, self.weights_only = source, names, queue, weights_only
         self.converted: set[str] = set()
@@ -114,7 +120,8 @@ class Loader:
             end = state.flat.trainable_end
             self._load_range(state, lo, min(hi, end), trained=True)
             self._load_range(state, max(lo, end), hi, trained=False)
-        self.queue.drain()
+        if self.queue is not None:
+            self.queue.drain()
 
     def _load_range(self, state: FlatState, lo: int, hi: int, *, trained: bool) -> None:
         for first in range(lo // state.chunk * state.chunk, hi, state.chunk):
@@ -127,6 +134,7 @@ class Loader:
     def _load_chunk(
         self, state: FlatState, lo: int, hi: int, slots: list[Slot], wanted: list[Slot], *, trained: bool
     ) -> None:
+        assert self.queue is not None
         staging = self.queue.acquire()
         after: list[Completion] = []
         try:
@@ -189,14 +197,14 @@ class Loader:
         parts: dict[str, Tensor],
     ) -> None:
         if encoding is None:
-            self._read_weight(name, saved, lo, hi, parts["weight"])
+            self.read_weight(name, saved, lo, hi, parts["weight"])
             return
-        master, exp_avg, exp_avg_sq = self._decode(name, saved, lo, hi)
+        master, exp_avg, exp_avg_sq = self.decode(name, saved, lo, hi)
         if self.weights_only:
             exp_avg = exp_avg_sq = None
         kernels.load_(state.fmt.name, parts, master=master, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
-    def _read_weight(self, name: str, saved: SavedParameter, lo: int, hi: int, out: Tensor) -> None:
+    def read_weight(self, name: str, saved: SavedParameter, lo: int, hi: int, out: Tensor) -> None:
         """The weight alone, in the dtype of `out`."""
         if saved.encoding == "fp32":
             master = self._buffer("master", hi - lo, torch.float32)
@@ -212,9 +220,7 @@ class Loader:
             self.source.read(name, "weight", lo, hi, weight)
             out.copy_(weight)
 
-    def _decode(
-        self, name: str, saved: SavedParameter, lo: int, hi: int
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def decode(self, name: str, saved: SavedParameter, lo: int, hi: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """fp32 master and moments of a saved parameter."""
         if saved.encoding is None:
             weight = self._buffer("weight", hi - lo, saved.dtype)

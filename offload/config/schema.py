@@ -217,6 +217,8 @@ class ModelConfig(Section):
     """The model of the command line: a preset of the small Llama, fields that override it, or a factory of your own."""
 
     preset: OrNone[str] = None
+    weights: OrNone[str] = None
+    """Safetensors files to start from: a file, or a directory as ``save_pretrained`` writes it."""
     factory: OrNone[str] = None
     """``package.module:callable`` that returns a module called with ``input_ids`` and ``labels``."""
     vocab_size: OrNone[Count] = None
@@ -238,14 +240,14 @@ class ModelConfig(Section):
         module, colon, name = self.factory.partition(":")
         if not (colon and name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
             raise ValueError(f"factory = {self.factory!r}: must be 'package.module:callable'")
-        others = sorted(key for key, value in self if key != "factory" and value is not None)
+        others = sorted(key for key, value in self if key not in ("factory", "weights") and value is not None)
         if others:
             raise ValueError(f"factory builds the whole model: remove {', '.join(others)}")
         return self
 
     def overrides(self) -> dict[str, Any]:
         """The fields that override the preset."""
-        return {key: value for key, value in self if key not in ("preset", "factory") and value is not None}
+        return {key: value for key, value in self if key not in ("preset", "factory", "weights") and value is not None}
 
 
 class DataConfig(Section):

@@ -1,0 +1,238 @@
+"""Weights out: safetensors files as `save_pretrained` writes them, streamed, and read back afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.checkpoint.directory import fsync_directory, write_durably
+from offload.checkpoint.errors import CheckpointError, CheckpointSaveError, DamagedCheckpointError
+from offload.checkpoint.tensorfile import allocate, build_header, read_header, read_into, write_all
+from offload.checkpoint.weights import INDEX, SINGLE
+from swap.geometry import format_bytes, parse_bytes
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CARRIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+"""Files beside weights that belong to a model."""
+_RANGE = 1 << 20
+
+Read = Callable[[int, int], Iterable[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """One tensor to write: `read(lo, hi)` yields elements `[lo, hi)` in order, in `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Read
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote: file names and the bytes of their tensors."""
+
+    directory: Path
+    files: tuple[str, ...]
+    nbytes: int
+
+
+def export_tensors(
+    tensors: Sequence[Tensors],
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    carried: Iterable[str | os.PathLike[str]] = (),
+    config: dict[str, Any] | None = None,
+) -> Exported:
+    """Writes `tensors` as `model.safetensors`, or as shards of at most `max_shard_size` bytes with an index.
+
+    `carried`: files to copy beside them. `config`: what to write as `config.json`, carried or not. Every file is read
+    back and compared with what was written before any of them gets its final name.
+
+    Raises:
+        CheckpointSaveError: the disk is full or the like; nothing of it remains.
+        CheckpointError: the directory holds weights already, under names that these would not replace.
+    """
+    root = Path(directory)
+    limit = parse_bytes(max_shard_size)
+    if limit < 1:
+        raise ValueError(f"max_shard_size = {max_shard_size!r} must be at least one byte")
+    shards = _shards(tensors, limit)
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+    temporary = [f"{name}.tmp" for name in names]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _refuse_others(root, {*names, INDEX})
+        for shard, name in zip(shards, temporary, strict=True):
+            _write_shard(root / name, shard)
+        for file in carried:
+            _carry(Path(file), root)
+        if config is not None:
+            write_durably(root / "config.json", json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+        for before, after in zip(temporary, names, strict=True):
+            os.rename(root / before, root / after)
+        total = sum(tensor.nbytes for tensor in tensors)
+        if len(shards) > 1:
+            weight_map = {t.name: name for shard, name in zip(shards, names, strict=True) for t in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_durably(root / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        elif (root / INDEX).exists():
+            (root / INDEX).unlink()
+        fsync_directory(root)
+    except OSError as error:
+        raise CheckpointSaveError(f"{root}: the export failed: {error.strerror or error}") from error
+    finally:
+        for name in temporary:
+            (root / name).unlink(missing_ok=True)
+    return Exported(directory=root, files=tuple(names), nbytes=total)
+
+
+def _shards(tensors: Sequence[Tensors], limit: int) -> list[list[Tensors]]:
+    shards: list[list[Tensors]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def _refuse_others(root: Path, own: set[str]) -> None:
+    others = sorted(path.name for path in root.glob("*.safetensors") if path.name not in own)
+    if others:
+        raise CheckpointError(
+            f"{root}: holds {', '.join(others[:3])} already, which a reader would take for part of this model; choose "
+            "another directory"
+        )
+
+
+def _write_shard(path: Path, shard: Sequence[Tensors]) -> None:
+    """Streams one file, then reads it back."""
+    header, nbytes = build_header(((t.name, t.dtype, t.shape) for t in shard), {"format": "pt"}, align=8)
+    fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        allocate(fd, len(header) + nbytes)
+        write_all(fd, memoryview(header), 0)
+        at, sums = len(header), {}
+        for tensor in shard:
+            crc, end = 0, at + tensor.nbytes
+            for part in tensor.read(0, tensor.numel):
+                data = part.contiguous().view(torch.uint8).numpy().data if part.numel() else memoryview(b"")
+                crc = zlib.crc32(data, crc)
+                write_all(fd, data, at)
+                os.posix_fadvise(fd, at, len(data), os.POSIX_FADV_DONTNEED)
+                at += len(data)
+            if at != end:
+                raise CheckpointError(f"{tensor.name}: {at - end + tensor.nbytes:,} bytes for {tensor.nbytes:,}")
+            sums[tensor.name] = crc
+        os.fsync(fd)
+        _verify(fd, path, sums)
+    finally:
+        os.close(fd)
+
+
+def _verify(fd: int, path: Path, sums: dict[str, int]) -> None:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not what memory still holds
+    entries, _ = read_header(fd, path)
+    buffer = bytearray(1 << 22)
+    for name, expected in sums.items():
+        entry, crc = entries[name], 0
+        for start in range(entry.start, entry.start + entry.nbytes, len(buffer)):
+            part = memoryview(buffer)[: min(len(buffer), entry.start + entry.nbytes - start)]
+            read_into(fd, part, start, path)
+            crc = zlib.crc32(part, crc)
+        if crc != expected:
+            raise DamagedCheckpointError(f"{path}: {name} reads back other bytes than were written: check the disk")
+
+
+def _carry(file: Path, root: Path) -> None:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: no such file to carry along")
+    if file.resolve() != (root / file.name).resolve():
+        shutil.copyfile(file, root / file.name)
+
+
+def carried_from(directory: str | os.PathLike[str] | None) -> list[Path]:
+    """The files of `CARRIED` that a directory has."""
+    if directory is None:
+        return []
+    root = Path(directory)
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: no such directory to take configuration and tokenizer files from")
+    return [root / name for name in CARRIED if (root / name).is_file()]
+
+
+def target_dtype(name: str | torch.dtype | None, own: torch.dtype) -> torch.dtype:
+    """The dtype to export a tensor in: floating ones as asked for, others as they are."""
+    if name is None or not own.is_floating_point:
+        return own
+    dtype = DTYPES.get(name) if isinstance(name, str) else name
+    if dtype is None or not dtype.is_floating_point:
+        raise ValueError(f"export dtype = {name!r}: one of {', '.join(DTYPES)}, or None to keep each parameter's own")
+    return dtype
+
+
+def model_config(model: Any, dtypes: Iterable[torch.dtype]) -> dict[str, Any] | None:
+    """`config.json` of a `transformers` model, as its `save_pretrained` would write it; None for other models."""
+    make = getattr(getattr(model, "config", None), "to_dict", None)
+    if make is None:
+        return None
+    values: dict[str, Any] = make()
+    values["architectures"] = [type(model).__name__]
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if len(floating) == 1:
+        values["dtype"] = str(floating.pop()).removeprefix("torch.")
+    return values
+
+
+def fits(tensors: Sequence[Tensors], directory: Path, free: int) -> None:
+    """CheckpointError, with both figures, unless the tensors fit the disk."""
+    needed = sum(tensor.nbytes for tensor in tensors)
+    if needed > free:
+        raise CheckpointError(
+            f"{directory}: {format_bytes(free)} free, but the weights need {format_bytes(needed)}: choose another place"
+        )
