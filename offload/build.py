@@ -18,7 +18,7 @@ from torch import nn
 from offload.checkpoint.weights import WeightSource, values_of
 from offload.config import Config
 from offload.errors import UnsupportedModelError
-from offload.initialization import Creator, InitFn
+from offload.initialization import Creator, InitFn, materialise
 from offload.layout import ParameterSpec, UnitLayout, layout_unit
 from offload.machine import free_disk, host_memory, return_freed_memory
 from offload.optimizer import default_groups
@@ -359,6 +359,7 @@ def build_units(
             parameters = dict(spec.parameters)
             source = blueprint.source
             blueprint.creator.create([p for p in parameters.values() if source is None or not source.has(p)])
+            materialise(list(parameters.values()))
             values = values_of(parameters, source)
             unit = Unit(index=spec.index, name=spec.name, flats=[])
             for index, flat in enumerate(layout.flats):

@@ -304,6 +304,14 @@ class Creator:
                         self._run(name, module, run)
 
 
+def materialise(parameters: Sequence[nn.Parameter]) -> None:
+    """Gives those of `parameters` that are on the meta device memory, whose pages take none until they are touched."""
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in parameters:
+            if _on_meta(parameter):
+                _materialise(parameter)
+
+
 def _materialise(parameter: nn.Parameter) -> None:
     """Host memory for a meta parameter, which stays the same object."""
     nbytes = parameter.numel() * parameter.element_size()

@@ -95,7 +95,7 @@ def test_a_signal_saves_and_the_run_continues(tmp_path: Path, whole: Whole, sign
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["interrupted"] == signal.Signals(signum).name and summary["checkpoint"] is not None
     assert Path(summary["checkpoint"]).name == f"step-{summary['steps']:08d}"
-    said = run(tmp_path, "--resume", "auto", "checkpoint.interval=12")
+    said = run(tmp_path, "--run-dir", "run", "--resume", "auto", "checkpoint.interval=12")
     assert f"after {summary['steps']} steps" in said
     assert records(tmp_path / "run") == whole[0]
     assert tensors(tmp_path / "run") == whole[1]

@@ -55,9 +55,7 @@ def load_as_ranks(engine: offload.Engine, directory: Path, world: int) -> None:
     with Source(directory) as source:
         names = {name: name for name in source.manifest.parameters}
         for rank in range(world):
-            loader = Loader(
-                source, names, engine._step_queue, lambda n: torch.empty(n, dtype=torch.uint8), weights_only=False
-            )
+            loader = Loader(source, names, engine._step_queue, engine._checkpoint_memory, weights_only=False)
             loader.load_all(engine._states, rank, world)
         for name in engine._steps:
             engine._steps[name] = source.manifest.parameters[name].steps
