@@ -449,8 +449,9 @@ class CheckpointAccess(StateAccess):
         self._step_count, self._skipped_steps = counts
         if self._step_count:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
-        if source.manifest.world == 1:
-            restore_rng(source.rng(0), where)
+        rng = source.rng(0) if source.manifest.world == 1 else None
+        if rng is not None:
+            restore_rng(rng, where)
         else:
             # Random states of another number of ranks: a new, defined beginning.
             seed_everything(self.config.seed, sum(counts), 0)

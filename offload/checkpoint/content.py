@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
 import time
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from offload.checkpoint.regions import encoding_of
 
 if TYPE_CHECKING:
     from offload.checkpoint.access import CheckpointAccess
+
+log = logging.getLogger("offload")
 
 _SCALER = ("scale", "good_steps", "left")
 _PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
@@ -132,9 +135,11 @@ def restore_scheduler(engine: CheckpointAccess, manifest: Manifest, where: str) 
         CheckpointMismatchError: one side has a scheduler that the other has not, or another class.
     """
     saved, own = manifest.scheduler, engine.lr_scheduler
-    if saved is None and own is None:
+    if saved is None:
+        if own is not None:
+            log.warning("%s: saved without a scheduler; this engine's begins anew", where)
         return None
-    name = None if saved is None else str(saved.get("class")) if isinstance(saved, dict) else "?"
+    name = str(saved.get("class")) if isinstance(saved, dict) else "?"
     mine = None if own is None else type(own).__name__
     if name != mine:
         raise CheckpointMismatchError(

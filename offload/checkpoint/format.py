@@ -33,7 +33,7 @@ _NUMBER_LIMIT = 1 << 62
 _STATE_TENSOR_LIMIT = 1 << 20
 
 STEP_DIRECTORY = re.compile(r"step-(\d{8,12})")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

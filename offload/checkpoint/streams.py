@@ -80,10 +80,15 @@ def checkpoint_tensors(source: Source, dtype: str | torch.dtype | None) -> list[
     for name, saved in source.manifest.parameters.items():
         wanted = target_dtype(dtype, saved.dtype)
         found.append(Tensors(name, wanted, saved.shape, partial(_from_source, loader, name, wanted)))
-    for name, buffer in source.manifest.buffers.items():
-        read = partial(_buffer_of, source, name)
-        found.append(Tensors(name, buffer.dtype, buffer.shape, read))
-    return found
+    return [*found, *buffer_tensors(source)]
+
+
+def buffer_tensors(source: Source) -> list[Tensors]:
+    """The persistent buffers of a checkpoint."""
+    return [
+        Tensors(name, buffer.dtype, buffer.shape, partial(_buffer_of, source, name))
+        for name, buffer in source.manifest.buffers.items()
+    ]
 
 
 def _buffer_of(source: Source, name: str, lo: int, hi: int) -> Iterator[Tensor]:

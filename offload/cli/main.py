@@ -12,6 +12,7 @@ try:
     import click
 
     from offload.cli.bench import bench_group
+    from offload.cli.checkpoints import convert_command, inspect_command, verify_command
     from offload.cli.clean import clean_command
     from offload.cli.doctor import doctor_command
     from offload.cli.train import train_command
@@ -56,5 +57,8 @@ def _version_of(distribution: str) -> str:
 
 main.add_command(train_command)
 main.add_command(bench_group)
+main.add_command(convert_command)
+main.add_command(inspect_command)
+main.add_command(verify_command)
 main.add_command(clean_command)
 main.add_command(doctor_command)
