@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import enum
 import logging
 import math
 import os
@@ -28,6 +27,7 @@ from offload.describe import placement_table
 from offload.errors import GradientError, OffloadError
 from offload.gradients import Held, norm_factor
 from offload.initialization import InitFn
+from offload.lifecycle import TRANSITIONS, Status
 from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import Loader, SlotQueue
@@ -45,26 +45,6 @@ from optimizer_cpu import AdamWHyper, kernels
 from swap.faults import FaultPlan
 
 log = logging.getLogger("offload")
-
-
-class Status(enum.Enum):
-    """Life cycle of an engine."""
-
-    READY = "ready"
-    STEPPING = "in its optimizer step"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-_TRANSITIONS = {
-    (Status.READY, Status.STEPPING),
-    (Status.STEPPING, Status.READY),
-    (Status.STEPPING, Status.FAILED),
-    (Status.READY, Status.FAILED),
-    (Status.READY, Status.CLOSED),
-    (Status.FAILED, Status.CLOSED),
-    (Status.STEPPING, Status.CLOSED),
-}
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -583,7 +563,7 @@ class Engine(CheckpointAccess):
     # Life cycle
 
     def _change(self, status: Status) -> None:
-        if (self._status, status) not in _TRANSITIONS:
+        if (self._status, status) not in TRANSITIONS:
             raise OffloadError(f"the engine cannot go from {self._status.value} to {status.value}")
         self._status = status
 

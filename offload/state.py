@@ -99,6 +99,8 @@ class FlatState:
         self.pending: Completion | None = None
         """The update that a step has decided on and that is not carried out yet."""
         self._written: Ticket | None = None
+        self.before_rewrite: Callable[[int, int], None] | None = None
+        """Called with the elements `[lo, hi)` that are about to change; a snapshot saves their old bytes first."""
 
     def settle(self) -> None:
         """Carries out a pending update and waits until all of it is at rest.
@@ -133,8 +135,6 @@ class FlatState:
         if tickets:
             earlier = [self._written] if self._written is not None else []
             self._written = Ticket.gather([*earlier, *tickets])
-        self.before_rewrite: Callable[[int, int], None] | None = None
-        """Called with the elements `[lo, hi)` that are about to change; a snapshot saves their old bytes first."""
 
     def close(self) -> None:
         for plane in (self.weight, *self.planes.values()):

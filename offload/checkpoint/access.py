@@ -258,6 +258,8 @@ class CheckpointAccess(StateAccess):
 
     def _settle_states(self) -> None:
         """Everything that steps have decided on is at rest in the planes."""
+        for state in self._states.values():
+            state.settle()
         self._step_queue.drain()
 
     def _aliases(self) -> dict[str, str]:
