@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from offload.engine import Engine, initialize
     from offload.errors import GradientError, OffloadError, PlanError, StaleWeightsError, UnsupportedModelError
     from offload.initialization import empty_init
+    from offload.planner.plan import plan
     from offload.results import MemoryReport, StepResult
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "empty_init",
     "initialize",
     "load_config",
+    "plan",
 ]
 
 __version__ = "0.1.0"
@@ -59,6 +61,7 @@ _HOMES = {
     "StaleWeightsError": "offload.errors",
     "UnsupportedModelError": "offload.errors",
     "empty_init": "offload.initialization",
+    "plan": "offload.planner.plan",
     "MemoryReport": "offload.results",
     "StepResult": "offload.results",
 }

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import click
 
+from offload.cli.bench_step import step_command
+
 
 @click.group("bench")
 def bench_group() -> None:
     """Measure this machine and what offload makes of it."""
+
+
+bench_group.add_command(step_command)
 
 
 @bench_group.command("optimizer")

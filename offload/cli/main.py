@@ -15,6 +15,7 @@ try:
     from offload.cli.checkpoints import convert_command, inspect_command, verify_command
     from offload.cli.clean import clean_command
     from offload.cli.doctor import doctor_command
+    from offload.cli.plan import plan_command
     from offload.cli.train import train_command
 except KeyboardInterrupt:
     # Ctrl-C in the first moments, before any command can handle it.
@@ -56,6 +57,7 @@ def _version_of(distribution: str) -> str:
 
 
 main.add_command(train_command)
+main.add_command(plan_command)
 main.add_command(bench_group)
 main.add_command(convert_command)
 main.add_command(inspect_command)

@@ -1,0 +1,183 @@
+"""What this machine does, measured: memory stream, optimizer kernel, operations, drives, links."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from offload.planner.floors import Rates
+from offload.planner.shapes import Operation, TensorShape
+from optimizer_cpu import AdamWHyper, kernels, native
+from optimizer_cpu.formats import get_format
+from swap.devices import Device
+from swap.measure import mixing_penalty
+from swap.tuning import tune
+
+STREAM_ELEMENTS = 24 << 20
+KERNEL_ELEMENTS = 4 << 20
+LINK_BYTES = 64 << 20
+LARGEST_OPERATION = 768 << 20
+"""Bytes of arguments and results above which an operation is estimated instead of run."""
+_CALL_SECONDS = 6e-6
+"""Python and dispatch around one operation, beyond what running it by itself takes."""
+
+
+def median_seconds(call: Callable[[], object], *, repeats: int = 3, warm: int = 1) -> float:
+    """Median wall time of `call` after `warm` untimed ones."""
+    for _ in range(warm):
+        call()
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def stream_rate(elements: int = STREAM_ELEMENTS, *, repeats: int = 5) -> float:
+    """Bytes per second of reading and writing fp32 memory in place, with the optimizer kernel's threads."""
+    data = torch.ones(elements)
+    backend = native.backend()
+    threads = kernels.get_threads()
+
+    def call() -> None:
+        if backend is None:
+            data.mul_(1.0)
+        else:
+            backend.module.stream(backend.isa, data.data_ptr(), 1.0, elements, threads)
+
+    return 8.0 * elements / median_seconds(call, repeats=repeats)
+
+
+def kernel_seconds(
+    state_format: str, dtype: torch.dtype, gradient: torch.dtype, elements: int = KERNEL_ELEMENTS
+) -> float:
+    """Seconds of one AdamW step for one parameter element on the CPU."""
+    planes = {p.name: torch.zeros(p.numel(elements), dtype=p.dtype) for p in get_format(state_format).planes(dtype)}
+    kernels.load_(state_format, planes, master=torch.rand(elements))
+    grad = torch.rand(elements).to(gradient)
+
+    def call() -> None:
+        hyper = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=2)
+        kernels.step_(state_format, planes, grad=grad, hyper=hyper)
+
+    return median_seconds(call, repeats=5) / elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationCosts:
+    """Seconds of each kind of operation by key, and what the matrix products among them came to."""
+
+    seconds: Mapping[str, float]
+    flops_per_s: float
+
+    def total(self, counts: Mapping[str, int]) -> float:
+        """Seconds of `counts` calls each."""
+        return sum((self.seconds[key] + _CALL_SECONDS) * count for key, count in counts.items())
+
+
+def measure_operations(
+    operations: Mapping[str, Operation], *, device: torch.device, stream: float, repeats: int = 3
+) -> OperationCosts:
+    """Runs each kind of operation on numbers of its own, and times it.
+
+    One that is too large (`LARGEST_OPERATION`) or does not run on arbitrary numbers is taken to move its bytes at
+    `stream` bytes per second and to compute at the rate of the others.
+    """
+    seconds: dict[str, float] = {}
+    left: list[Operation] = []
+    for operation in operations.values():
+        found = None if operation.nbytes > LARGEST_OPERATION else _timed(operation, device, repeats)
+        if found is None:
+            left.append(operation)
+        else:
+            seconds[operation.key] = found
+    flops = sum(operations[key].flops for key in seconds)
+    busy = sum(took for key, took in seconds.items() if operations[key].flops)
+    rate = flops / busy if busy else 0.0
+    for operation in left:
+        compute = operation.flops / rate if rate else 0.0
+        seconds[operation.key] = max(compute, operation.nbytes / stream)
+    return OperationCosts(seconds=seconds, flops_per_s=rate)
+
+
+def _timed(operation: Operation, device: torch.device, repeats: int) -> float | None:
+    try:
+        args, kwargs = tree_map(lambda leaf: _made(leaf, device), operation.arguments)
+
+        def call() -> None:
+            operation.function(*args, **kwargs)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        with torch.no_grad():
+            return median_seconds(call, repeats=repeats)
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _made(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.device):
+        return device
+    if not isinstance(leaf, TensorShape):
+        return leaf
+    value = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=device)
+    if not leaf.dtype.is_floating_point:
+        return value.zero_()  # indices: the only value that is always in range
+    # Overlapping views cannot be filled in place; their storage can.
+    whole = torch.empty(0, dtype=leaf.dtype, device=device).set_(value.untyped_storage())
+    whole.uniform_(-1, 1)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The drives under the swap paths together, in bytes per second."""
+
+    read: float
+    write: float
+    mixed: float
+
+    @property
+    def mixing(self) -> float:
+        """delta: 0 duplex, 1 half-duplex."""
+        return mixing_penalty(self.read, self.write, self.mixed)
+
+
+def disk_of(paths: Sequence[str], engine: str) -> Disk | None:
+    """From what is known of the drives under `paths`, else from a probe of each of some seconds; None without room."""
+    tuning = tune(paths, engine=engine) if paths else None
+    if tuning is None:
+        return None
+    return Disk(
+        read=sum(drive.read_bytes_per_s for drive in tuning.drives),
+        write=sum(drive.write_bytes_per_s for drive in tuning.drives),
+        mixed=sum(drive.mixed_bytes_per_s for drive in tuning.drives),
+    )
+
+
+def link_rate(device: Device) -> float:
+    """Bytes per second from host to device; 0 where the device is the host."""
+    if device.aliases_host:
+        return 0.0
+    nbytes = min(LINK_BYTES, device.memory_info()[0] // 4)
+    source, target = torch.empty(nbytes, dtype=torch.uint8), device.empty(nbytes, what="probe of the link")
+    return nbytes / median_seconds(lambda: device.copy_in(target, source).wait())
+
+
+def rates_of(stream: float, disk: Disk | None, link: float, *, aliases_host: bool) -> Rates:
+    """The rates for floors."""
+    return Rates(
+        stream=stream,
+        disk_read=disk.read if disk else 0.0,
+        disk_write=disk.write if disk else 0.0,
+        mixing=disk.mixing if disk else 1.0,
+        link=link,
+        shared_cores=aliases_host,
+    )
