@@ -322,7 +322,10 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
         nvme = plan.total(Tier.NVME)
         if nvme:  # first, since it may refuse a path or lack space on it
             swap = config.swap
-            tuning = None if faults else tune(config.memory.nvme_paths, engine=swap.engine, probe=nvme >= PROBE_FROM)
+            probe = nvme >= PROBE_FROM
+            tuning = (
+                None if faults else tune(config.memory.nvme_paths, engine=swap.engine, probe=probe, budget=budget)
+            )
             memory.store = SwapStore(
                 config.memory.nvme_paths,
                 engine=swap.engine,

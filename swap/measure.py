@@ -83,7 +83,8 @@ def mixing_penalty(read: float, write: float, mixed: float) -> float:
 class Bench:
     """A store of ``nbytes`` under ``paths`` for measurements with one setting. Use as a context manager.
 
-    ``request``: bytes of one read or write as a user of the store submits it; by default ``REQUEST``.
+    ``request``: bytes of one read or write as a user of the store submits it; by default ``REQUEST``. Buffers are
+    charged to the "host" tier of ``budget``; BudgetError if it cannot hold them.
     """
 
     def __init__(
@@ -95,11 +96,14 @@ class Bench:
         request: int | None = None,
         direct: str | bool = "auto",
         checksum: bool = False,
+        budget: Budget | None = None,
     ) -> None:
+        budget = Budget({}) if budget is None else budget
         self.request = min(max(setting.block, REQUEST), nbytes // 4 // PAGE * PAGE) if request is None else request
         if self.request <= 0 or self.request % PAGE or nbytes < self.request:
             raise ValueError(f"a request of {self.request} bytes must be whole pages and at most {nbytes} bytes")
         self.nbytes = nbytes // self.request * self.request
+        self._memory = HostPool(budget, "host", "bench")
         self._store = SwapStore(
             paths,
             engine=setting.engine,
@@ -116,7 +120,6 @@ class Bench:
             # Enough that the queue never runs dry while one request is waited for.
             count = max(3, -(-2 * setting.queue_depth * setting.block // self.request))
             count = min(count, self.nbytes // self.request)
-            self._memory = HostPool(Budget({}), "host", "bench")
             region = self._memory.take(count * self.request, what="bench")
             # Not zeros: a drive or a virtual disk may compress or skip them.
             words = region.view(torch.int64)
@@ -125,6 +128,7 @@ class Bench:
             self._store.register_memory(region)
         except BaseException:
             self._store.close()
+            self._memory.close()
             raise
 
     def run(self, pattern: str, *, seconds: float | None = None) -> Rate:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swap.budget import Budget
 from swap.engines import resolve_engine
 from swap.errors import BudgetError, SwapError, SwapPathError
 from swap.geometry import PAGE, format_bytes
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 3.0
 PROBE_BYTES = 256 << 20
-PROBE_REQUEST = 4 << 20  # at most 64 MiB of buffers, where the benchmark takes 192
+PROBE_REQUEST = 4 << 20  # 12 to 64 MiB of buffers, where the benchmark takes 192
 _VERSION = 1
 _CANDIDATES = ((1 << 20, 4), (1 << 20, 16), (4 << 20, 8))
 MOST_DEPTH = max(depth for _, depth in _CANDIDATES)
@@ -57,10 +58,17 @@ class Tuning:
     drives: tuple[DriveProbe, ...]
 
 
-def tune(paths: Sequence[str | os.PathLike[str]], *, engine: str = "auto", probe: bool = True) -> Tuning | None:
+def tune(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    engine: str = "auto",
+    probe: bool = True,
+    budget: Budget | None = None,
+) -> Tuning | None:
     """Settings for ``paths``: from the cache or, with ``probe``, from a probe of each drive that is not in it.
 
-    None where there is nothing to go by: no probe allowed, or no room for its ``PROBE_BYTES``.
+    A probe's buffers are charged to the "host" tier of ``budget`` while it lasts. None where there is nothing to go by:
+    no probe allowed, or no room for its ``PROBE_BYTES`` or its buffers.
     """
     name = resolve_engine(engine)
     drives = []
@@ -69,7 +77,7 @@ def tune(paths: Sequence[str | os.PathLike[str]], *, engine: str = "auto", probe
             return None
         found = recall(path, name)
         if found is None and probe:
-            found = probe_drive(path, name)
+            found = probe_drive(path, name, budget=budget)
             if found is not None:
                 _remember(_key(path, name), found)
         if found is None:
@@ -83,8 +91,13 @@ def tune(paths: Sequence[str | os.PathLike[str]], *, engine: str = "auto", probe
     )
 
 
-def probe_drive(path: str | os.PathLike[str], engine: str, *, seconds: float = PROBE_SECONDS) -> DriveProbe | None:
-    """Measure the drive under ``path`` for about ``seconds``; None if it has no room or refuses."""
+def probe_drive(
+    path: str | os.PathLike[str], engine: str, *, seconds: float = PROBE_SECONDS, budget: Budget | None = None
+) -> DriveProbe | None:
+    """Measure the drive under ``path`` for about ``seconds``; None if it or ``budget`` has no room, or if it refuses.
+
+    Settings whose buffers are more than the budget holds are left out.
+    """
     status = os.statvfs(path)
     if status.f_bavail * status.f_frsize < 4 * PROBE_BYTES:
         return None
@@ -93,10 +106,13 @@ def probe_drive(path: str | os.PathLike[str], engine: str, *, seconds: float = P
     for block, depth in _CANDIDATES:
         setting = Setting(engine=engine, block=block, queue_depth=depth)
         try:
-            with Bench([path], setting, nbytes=PROBE_BYTES, request=PROBE_REQUEST) as bench:
+            with Bench([path], setting, nbytes=PROBE_BYTES, request=PROBE_REQUEST, budget=budget) as bench:
                 bench.run("write", seconds=slice_seconds)
                 rates = {pattern: bench.run(pattern, seconds=slice_seconds).bytes_per_s for pattern in PATTERNS}
-        except (SwapError, SwapPathError, BudgetError) as error:
+        except BudgetError as error:
+            _log.info("swap: the probe of %s leaves out %s: %s", path, setting, error)
+            continue
+        except (SwapError, SwapPathError) as error:
             _log.warning("swap: the probe of %s failed (%s); default settings are used", path, error)
             return None
         found = DriveProbe(
@@ -110,7 +126,9 @@ def probe_drive(path: str | os.PathLike[str], engine: str, *, seconds: float = P
         )
         if best is None or _rate(found) > _CLEARLY_BETTER * _rate(best):
             best = found
-    assert best is not None
+    if best is None:
+        _log.warning("swap: memory.host has no room for the probe of %s; default settings are used", path)
+        return None
     _log.info(
         "swap: probed %s once: reads %.2f GB/s, writes %.2f GB/s, block %s, depth %d (kept in %s)",
         path,

@@ -2,7 +2,8 @@
 
 All cases run in one process, interleaved: every round times the streaming yardstick (each element of a large fp32
 buffer read and written once, in place) right before each case, so noise from other processes meets both alike. Reported
-are medians over rounds; `fraction_of_stream` is the median of the per-round ratios.
+are medians over rounds; `fraction_of_stream` is the median of the per-round ratios. All buffers, the yardstick's, ours
+and the other optimizers', are memory like the engine's: page-aligned, in huge pages where the system has them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch
 from optimizer_cpu import kernels, native
 from optimizer_cpu.formats import format_names, get_format
 from optimizer_cpu.reference import AdamWHyper
+from swap.budget import Budget
+from swap.slabs import HostPool
 
 DEFAULT_ELEMENTS = 32 * 1024 * 1024
 DEFAULT_ROUNDS = 15
@@ -68,12 +71,22 @@ def _hyper(step: int) -> AdamWHyper:
 def _grad(elements: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     part = torch.randn(min(elements, 1 << 20), generator=generator).mul_(1e-2).to(dtype)
-    return part.repeat(-(-elements // part.numel()))[:elements].contiguous()
+    return _memory(part.repeat(-(-elements // part.numel()))[:elements])
+
+
+def _memory(source: torch.Tensor) -> torch.Tensor:
+    """A copy of a flat tensor in memory like the engine's."""
+    pool = HostPool(Budget({}), "host", "bench")  # the tensor's storage outlives it
+    return pool.take(source.numel() * source.element_size()).view(source.dtype).copy_(source)
+
+
+def _zeros(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return _memory(torch.zeros(1, dtype=dtype).expand(elements))
 
 
 def _ours(state_format: str, grad_dtype: torch.dtype, threads: int, elements: int) -> _Case:
     planes = {
-        plane.name: torch.zeros(plane.numel(elements), dtype=plane.dtype)
+        plane.name: _zeros(plane.numel(elements), plane.dtype)
         for plane in get_format(state_format).planes(torch.bfloat16)
     }
     weight = _grad(elements, torch.float32)
@@ -98,8 +111,8 @@ def _ours(state_format: str, grad_dtype: torch.dtype, threads: int, elements: in
 def _with_copies(name: str, make: Callable[[torch.nn.Parameter], Any], threads: int, elements: int) -> _Case:
     """An optimizer on fp32 tensors between the copy of bf16 gradients in and of bf16 weights out."""
     parameter = torch.nn.Parameter(_grad(elements, torch.float32))
-    parameter.grad = torch.zeros(elements)
-    weight = torch.zeros(elements, dtype=torch.bfloat16)
+    parameter.grad = _zeros(elements, torch.float32)
+    weight = _zeros(elements, torch.bfloat16)
     grad = _grad(elements, torch.bfloat16)
     optimizer = make(parameter)
 
@@ -109,6 +122,12 @@ def _with_copies(name: str, make: Callable[[torch.nn.Parameter], Any], threads: 
         parameter.grad.copy_(grad)
         optimizer.step()
         weight.copy_(parameter.detach())
+
+    call(1)
+    state = optimizer.state[parameter]
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() == elements:
+            state[key] = _memory(value)
 
     # fp32 AdamW moves 28 bytes; the copies 2 + 4 and 4 + 2.
     return _Case(
@@ -133,7 +152,7 @@ def _deepspeed(parameter: torch.nn.Parameter) -> Any:
 
 def _stream(elements: int, threads: int) -> Callable[[], float]:
     """Times one pass of reading and writing `elements` fp32 values in place; returns bytes per second."""
-    data = torch.ones(elements)
+    data = _memory(torch.ones(1).expand(elements))
     backend = native.backend()
 
     def measure() -> float:
@@ -161,7 +180,6 @@ def _cases(elements: int, threads: int, quick: bool) -> tuple[list[_Case], list[
     for name, make in (("torch fused + copies", _torch_fused), ("DeepSpeedCPUAdam + copies", _deepspeed)):
         try:
             case = _with_copies(name, make, threads, elements)
-            case.call(1)
         except Exception as error:  # a peer that is absent or does not build is no fault of ours
             cause = (str(error).splitlines() or [""])[0]
             notes.append(f"{name}: not measured ({type(error).__name__}: {cause})")

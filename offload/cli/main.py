@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 try:
+    import atexit
+    import gc
     import importlib.metadata
     import platform
 
@@ -37,6 +39,9 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Train models whose training state does not fit in memory."""
+    # The interpreter's last collection goes through all of torch, seconds on a busy machine, for garbage that goes with
+    # the process anyway. A library must not decide this for others, whose files may hang on it; a command may.
+    atexit.register(gc.freeze)
 
 
 @main.command()

@@ -129,11 +129,12 @@ bool Driver::submit(std::uint64_t id, int fd, bool write, std::uint64_t offset, 
     transfer->offset = offset;
     transfer->address = address;
     transfer->nbytes = nbytes;
-    transfer->priority = priority;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) return false;
     transfer->sequence = sequence_++;
-    queue_.emplace(priority, transfer->sequence, transfer.get());
+    transfer->place = arrived_ + priority * kPatience;
+    arrived_ += static_cast<std::int64_t>(nbytes);
+    queue_.emplace(transfer->place, transfer->sequence, transfer.get());
     transfers_.emplace(id, std::move(transfer));
     wake();
     return true;
@@ -390,7 +391,7 @@ void Driver::fail(unsigned index, int error, Detail detail) {
     event.moved = blocks_[index].done;
     transfer.failed = true;
     transfer.error = event;
-    queue_.erase(Key{transfer.priority, transfer.sequence, &transfer});
+    queue_.erase(Key{transfer.place, transfer.sequence, &transfer});
     if (detail != Detail::kTimeout) release(index);
 }
 

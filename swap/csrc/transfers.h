@@ -100,7 +100,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
         std::uint64_t offset = 0;
         std::uintptr_t address = 0;
         std::uint64_t nbytes = 0;
-        int priority = 0;
+        std::int64_t place = 0;      // in line, see kPatience
         std::uint64_t sequence = 0;
         std::uint64_t issued = 0;    // bytes handed to blocks
         unsigned outstanding = 0;    // blocks
@@ -128,7 +128,11 @@ class Driver : public std::enable_shared_from_this<Driver> {
         unsigned slot;
     };
 
-    using Key = std::tuple<int, std::uint64_t, Transfer*>;
+    // A transfer stands in line as if it had come this many bytes of transfers later for each step of its priority: the
+    // urgent overtake the others, but nobody waits for ever. PATIENCE of engines/protocol.py is the same.
+    static constexpr std::int64_t kPatience = std::int64_t{1} << 30;
+
+    using Key = std::tuple<std::int64_t, std::uint64_t, Transfer*>;
 
     void run();
     void fill();
@@ -166,6 +170,7 @@ class Driver : public std::enable_shared_from_this<Driver> {
     std::vector<Event> events_;
     Counters counters_;
     std::uint64_t sequence_ = 0;
+    std::int64_t arrived_ = 0;  // bytes
     bool sleeping_ = false;
     bool armed_ = false;
     bool stopping_ = false;

@@ -9,9 +9,16 @@ from typing import Protocol
 
 from swap.errors import SwapIOError
 
+PATIENCE = 1 << 30
+"""Bytes. ``kPatience`` of csrc/transfers.cpp is the same."""
+
 
 class Priority(IntEnum):
-    """Which requests are served first; a request of a lower number never waits behind one of a higher."""
+    """Which requests are served first: the lower number, but a request of a higher one does not wait for ever.
+
+    [Note: ageing] A request stands in line as if it had come ``priority * PATIENCE`` bytes of requests later. So
+    later requests of a priority n lower overtake it only until n * PATIENCE bytes have come after it.
+    """
 
     WEIGHT_READ = 0
     STATE_READ = 1

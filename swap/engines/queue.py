@@ -6,16 +6,17 @@ import heapq
 import itertools
 import threading
 
-from swap.engines.protocol import Request
+from swap.engines.protocol import PATIENCE, Request
 from swap.errors import SwapError
 
 
 class RequestQueue:
-    """Thread-safe; lower priority first, then order of arrival."""
+    """Thread-safe; lower priority first, then order of arrival; see [Note: ageing] in protocol.py."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
         self._numbers = itertools.count()
+        self._arrived = 0  # bytes
         # Re-entrant: closing a forgotten store from a finalizer may find this very thread inside.
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
@@ -28,7 +29,9 @@ class RequestQueue:
         with self._changed:
             if self._closed:
                 raise SwapError("the I/O engine is closed")
-            heapq.heappush(self._heap, (request.priority, next(self._numbers), request))
+            place = self._arrived + request.priority * PATIENCE
+            self._arrived += request.view.nbytes
+            heapq.heappush(self._heap, (place, next(self._numbers), request))
             self._changed.notify()
 
     def pop(self) -> Request | None:

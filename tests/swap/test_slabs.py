@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from pathlib import Path
 
@@ -234,3 +235,19 @@ def test_a_registration_that_fails_leaves_nothing_charged(budget: Budget) -> Non
 def test_negative_sizes_are_refused(budget: Budget) -> None:
     with pytest.raises(ValueError, match="-1"):
         HostPool(budget, "host", "weights").take(-1)
+
+
+def test_large_blocks_of_a_power_of_two_do_not_collide_in_the_cache() -> None:
+    """Planes that are walked through together, as an optimizer step does: see [Note: colours]. No page is touched."""
+
+    def cache_hash(address: int) -> int:
+        return sum((((address >> 12 + bit) ^ (address >> 27 - bit)) & 1) << bit for bit in range(8))
+
+    with HostPool(Budget({}), "host", "x") as pool:
+        for nbytes in (4 << 20, 64 << 20, 128 << 20, 256 << 20):
+            planes = [pool.take(nbytes) for _ in range(3)]
+            assert all(plane.data_ptr() % PAGE == 0 and plane.numel() == nbytes for plane in planes)
+            for one, other in itertools.combinations(planes, 2):
+                pages = range(0, nbytes, PAGE)
+                equal = sum(cache_hash(one.data_ptr() + at) == cache_hash(other.data_ptr() + at) for at in pages)
+                assert equal <= len(pages) // 8, (nbytes, hex(one.data_ptr()), hex(other.data_ptr()))

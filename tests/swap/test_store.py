@@ -28,6 +28,7 @@ from swap import (
     Ticket,
     wait_all,
 )
+from swap.engines.protocol import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -208,6 +209,27 @@ def test_lower_priority_numbers_go_first(tmp_path: Path, engine: str) -> None:
         wait_all(tickets, timeout=60)
     # The first may have been begun before the others came, whatever its priority.
     assert order == [0, 1, 2, 3]
+
+
+def test_nobody_is_overtaken_for_ever(tmp_path: Path, engine: str) -> None:
+    """One step of priority is worth PATIENCE bytes of later requests, and no more."""
+    order: list[str] = []
+    plan, most = FaultPlan(1).stick("write", nth=1), 64 << 20
+    with (
+        HostPool(Budget({}), "host", "x") as pool,
+        SwapStore([tmp_path], engine=engine, queue_depth=1, block=most, faults=plan) as store,
+    ):
+        extent, page, buffer = store.allocate(most), store.allocate(PAGE), pool.take(most)
+        tickets = [
+            store.write(page, buffer, nbytes=PAGE),
+            store.write(page, buffer, nbytes=PAGE, priority=1),
+            *(store.read(extent, buffer) for _ in range(PATIENCE // most + 4)),
+        ]
+        for number, ticket in enumerate(tickets):
+            ticket.add_done_callback(lambda _, number=number: order.append("late" if number == 1 else "urgent"))
+        plan.release()
+        wait_all(tickets, timeout=100)
+    assert order.index("late") == 1 + PATIENCE // most
 
 
 def test_a_ticket_keeps_its_buffer_and_then_lets_go(tmp_path: Path, engine: str) -> None:

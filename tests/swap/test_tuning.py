@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swap import PAGE, tuning
+from swap import PAGE, Budget, tuning
 from swap.measure import PATTERNS, Bench, Setting, mixing_penalty
 from swap.tuning import DriveProbe, cache_file, recall, tune
 
@@ -25,7 +25,7 @@ def test_a_drive_is_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     calls: list[str] = []
     real = tuning.probe_drive
     monkeypatch.setattr(
-        tuning, "probe_drive", lambda path, engine: calls.append(engine) or real(path, engine, seconds=0.05)
+        tuning, "probe_drive", lambda path, engine, **more: calls.append(engine) or real(path, engine, seconds=0.05)
     )
     first = tune([tmp_path], engine="threads")
     assert first is not None and first.block % PAGE == 0 and first.queue_depth <= tuning.MOST_DEPTH
@@ -58,6 +58,15 @@ def test_a_damaged_cache_is_no_cache(tmp_path: Path) -> None:
         content["drives"] = {key: {**entry, **change} for key in content["drives"]}
         cache_file().write_text(json.dumps(content))
         assert recall(tmp_path, "threads") is None
+
+
+def test_the_probe_keeps_to_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "PROBE_REQUEST", 1 << 20)  # of 4 MiB in all, so each setting takes 4 buffers
+    for limit, works in ((4 << 20, True), (2 << 20, False)):
+        budget = Budget({"host": limit})
+        found = tuning.probe_drive(tmp_path, "threads", seconds=0.05, budget=budget)
+        assert (found is not None) == works
+        assert budget.used("host") == 0 and (budget.peak("host") == limit) == works
 
 
 def test_no_room_or_no_path_means_no_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
