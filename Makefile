@@ -45,5 +45,5 @@ $(STAMP)-run: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	touch $@
 
 $(STAMP)-test: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e '.[test,hf]'
+	$(PIP) install -q -c constraints.txt -e '.[test,hf,report]'
 	touch $@ $(STAMP)-run

@@ -17,6 +17,7 @@ from offload.config import Config, ConfigError
 from offload.data import TextData
 from offload.interruption import Interrupted, Interruption
 from offload.models import build_model
+from offload.planner.comparison import RunComparison
 from offload.recipe import build_lr_scheduler, build_param_groups, describe_groups
 from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes, peak_rss_bytes
 
@@ -73,6 +74,7 @@ class _Trainer:
         self.progress, self.interruption, self.resume = progress, interruption, resume
         self.checkpoints = RunCheckpoints(config, directory_of(config, run.path), progress.say)
         self.ready = False  # whether there is something that a checkpoint could save
+        self.comparison = RunComparison(config, progress.say)
         self.timers = PhaseTimers()
         self.engine: offload.Engine | None = None
         self.swap_directory: Path | None = None
@@ -173,6 +175,8 @@ class _Trainer:
             self.swap_directory.mkdir(exist_ok=True)
             memory = config.memory.model_copy(update={"nvme_paths": (str(self.swap_directory),)})
             config = config.model_copy(update={"memory": memory})
+        with self.progress.phase("predicting"):
+            self.comparison.predict(self.recorder.path / "config.toml", config.memory.nvme_paths)
         with self.progress.phase("building model"):
             with offload.empty_init():
                 model = build_model(config.model, context=config.data.context)
@@ -221,6 +225,8 @@ class _Trainer:
         self.step_seconds += seconds
         self.losses.append(sum(losses) / count)
         before, self.moved = self.moved, self._moved(engine)
+        moved = {name: self.moved[name] - before[name] for name in MOVED}
+        self.comparison.note(seconds, moved, engine)
         worn, self.wear = self.wear, engine.wear(self.config.train.steps)
         if not result.stepped:
             self.skipped_steps += 1
@@ -237,7 +243,8 @@ class _Trainer:
                     "skipped_reason": result.skipped_reason,
                     "tokens": self.tokens,
                     "seconds": seconds,
-                    **{name: self.moved[name] - before[name] for name in MOVED},
+                    **moved,
+                    **self._resources(engine),
                     "nvme_write_bytes_by_path": {
                         path: int(entry["written_bytes"] or 0) - int(worn.get(path, {}).get("written_bytes") or 0)
                         for path, entry in self.wear.items()
@@ -265,6 +272,15 @@ class _Trainer:
         self.eval_losses.append(sum(losses) / len(losses))
         self.recorder.record({"step": self.steps, "eval_loss": self.eval_losses[-1]})
         self.progress.say(f"held-out loss after {self.steps} steps: {self.eval_losses[-1]:.4f}")
+
+    def _resources(self, engine: offload.Engine) -> dict[str, Any]:
+        """Bytes in use by tier, resident memory, and with tracing the seconds in which each resource worked so far."""
+        memory = engine.memory()
+        in_use = {tier: sum(kinds.values()) for tier, kinds in memory.current.items()}
+        found: dict[str, Any] = {"bytes_by_tier": in_use, "rss_bytes": memory.resident}
+        if self.config.log.trace:
+            found["busy_seconds"] = {track: total.seconds for track, total in engine.spans.totals().items()}
+        return found
 
     def _moved(self, engine: offload.Engine) -> dict[str, int]:
         counters = engine.counters()
@@ -299,6 +315,7 @@ class _Trainer:
             "memory": self.memory,
             **self.moved,
             "wear": self.wear,
+            **self.comparison.summary(),
             "step_seconds_median_by_phase": self.timers.medians(),
             "checkpoint": None if self.checkpoints.saved is None else str(self.checkpoints.saved),
             "failed_checkpoints": self.checkpoints.failures,

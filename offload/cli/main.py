@@ -18,6 +18,7 @@ try:
     from offload.cli.clean import clean_command
     from offload.cli.doctor import doctor_command
     from offload.cli.plan import plan_command
+    from offload.cli.report import report_command
     from offload.cli.train import train_command
 except KeyboardInterrupt:
     # Ctrl-C in the first moments, before any command can handle it.
@@ -63,6 +64,7 @@ def _version_of(distribution: str) -> str:
 
 main.add_command(train_command)
 main.add_command(plan_command)
+main.add_command(report_command)
 main.add_command(bench_group)
 main.add_command(convert_command)
 main.add_command(inspect_command)

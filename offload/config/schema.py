@@ -209,6 +209,8 @@ class LogConfig(Section):
     sinks: Sinks = ("jsonl",)
     interval: Count = 1
     """Steps between two records."""
+    predict: bool = True
+    """Plan a run of five steps or more before it begins, and compare what it measures with the plan."""
     trace: bool = False
     """Record what every resource does when, and write it to ``trace.json`` in the run directory (for Perfetto)."""
 

@@ -36,6 +36,7 @@ TINY = (
     "placement.parameters=nvme",
     "placement.gradients=nvme",
     "placement.optimizer=nvme",
+    "log.predict=false",
 )
 RUN_FILES = ["config.toml", "metrics.jsonl", "summary.json"]
 
