@@ -31,12 +31,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
+from offload.binding_recompute import Root, Visit, repeatable_arguments
 from offload.binding_saved import SavedTensors, WeightHandle, pop_hooks, top_pair
 from offload.calls import RootHook, distinct_tensors, module_call, on_stack
 from offload.errors import OffloadError, StaleWeightsError
 from offload.parameters import ParameterRecord, record_of
 from offload.prefetch import VisitOrder
 from offload.residency import Residency, Unit
+from offload.schedule.activations import Activations
+from offload.schedule.visitor import Visitor
 from offload.telemetry.trace import COMPUTE
 from offload.turns import Turn
 
@@ -55,13 +58,15 @@ class _GraphTask:
 class _Frame:
     """One forward of a root (`units` tells roots apart) and what it has to give back."""
 
-    __slots__ = ("acquired", "call", "hooks", "units", "use")
+    __slots__ = ("acquired", "call", "foreign", "hooks", "units", "use", "visit")
 
     def __init__(self, units: Sequence[Unit], call: FrameType | None) -> None:
         self.units, self.call = units, call
         self.acquired: list[Unit] = []
         self.hooks: saved_tensors_hooks | None = None
+        self.foreign = False  # whether hooks of the user lie below ours
         self.use: _Use | None = None
+        self.visit: Visit | None = None
 
 
 class _Activity:
@@ -71,6 +76,8 @@ class _Activity:
         self.thread = threading.get_ident()
         self.frames: list[_Frame] = []
         self.tasks: list[int] = []
+        self.again: Visit | None = None  # whose forward is about to be repeated
+        self.last: weakref.ref[Visit] | None = None  # the last one that was not kept
 
 
 class _Local(threading.local):
@@ -83,10 +90,11 @@ class _Use:
     Hooks on leaves outlive the graph, so they are removed with it and do not hold it.
     """
 
-    __slots__ = ("__weakref__", "_binding", "_counts", "_entered", "_handles", "_nodes", "units")
+    __slots__ = ("__weakref__", "_binding", "_counts", "_entered", "_handles", "_nodes", "units", "visit")
 
     def __init__(self, binding: Binding, units: Sequence[Unit], inputs: Sequence[Tensor]) -> None:
         self._binding, self.units = binding, units
+        self.visit: weakref.ref[Visit] | None = None
         self._counts: dict[int, list[int]] = {}
         self._handles: list[Any] = []
         self._nodes: list[Any] = []
@@ -104,6 +112,7 @@ class _Use:
             self._nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in inputs]
         for tensor in inputs:
             handle = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+            _put_first(tensor, handle)
             if tensor.grad_fn is None:
                 self._handles.append(handle)
 
@@ -138,6 +147,17 @@ class _Use:
             handle.remove()
 
 
+def _put_first(tensor: Tensor, handle: Any) -> None:
+    """Makes a hook the first of its tensor: the unit that used it is let go before the one that made it is leased."""
+    hooks = tensor._backward_hooks
+    if hooks is not None and len(hooks) > 1 and handle.id in hooks:
+        rest = [(key, hook) for key, hook in hooks.items() if key != handle.id]
+        own = hooks[handle.id]
+        hooks.clear()  # torch keeps this very dictionary
+        hooks[handle.id] = own
+        hooks.update(rest)
+
+
 class Binding:
     """Hooks on the roots of an engine's units and on its trainable parameters."""
 
@@ -160,16 +180,22 @@ class Binding:
         self._spans = residency.memory.spans
         self.order = VisitOrder(prefetch_units)
         self.on_unit_backward: Callable[[Unit], None] | None = None
+        self.visitor: Visitor | None = None
+        self.activations: Activations | None = None
         residency.reclaim = self._give_way
 
     # Attaching
 
-    def attach(self, root: nn.Module, units: Sequence[Unit]) -> None:
-        """Leases `units` (the root's own, then those it borrows from) around every forward of `root`."""
+    def attach(self, root: nn.Module, units: Sequence[Unit], *, repeatable: bool = True) -> None:
+        """Leases `units` (the root's own, then those it borrows from) around every forward of `root`.
+
+        `repeatable`: whether its activations may be computed again instead of being kept.
+        """
         own = list(units)
+        again = Root(root, own) if repeatable else None
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._before_forward(own, args, kwargs)
+            self._before_forward(own, again, args, kwargs)
 
         def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any = None) -> None:
             self._after_forward(own, output)
@@ -177,18 +203,23 @@ class Binding:
         # A compiled model or block breaks its graph here; `block.forward` compiled alone has no break.
         disable: Any = torch.compiler.disable
         before, after = disable(before), disable(after)
-        self._handles.append(root.register_forward_pre_hook(RootHook(before), with_kwargs=True, prepend=True))
+        hook = RootHook(before)
+        if again is not None:
+            again.hook = hook
+        self._handles.append(root.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         self._handles.append(root.register_forward_hook(RootHook(after), with_kwargs=True, always_call=True))
 
     def watch(self, record: ParameterRecord) -> None:
         """Collects every gradient that accumulates into the parameter."""
         # Autograd keeps the hooks where the garbage collector does not look: they must not hold what holds the
         # parameter.
-        reference = weakref.ref(self)
+        reference, unit, name = weakref.ref(self), record.unit, record.name
 
         def arriving(_gradient: Tensor) -> None:
             binding = reference()
             if binding is not None:
+                if binding.visitor is not None:
+                    binding.visitor.gradient_due(unit, name)
                 with binding.lock:
                     binding._task()  # whose end ends the turn, should nothing be accumulated (torch.autograd.grad)
                 binding._turn.take()
@@ -201,6 +232,8 @@ class Binding:
                     gradient, parameter.grad = parameter.grad, None
                 if gradient is not None and binding is not None and owner is not None:
                     binding._on_gradient(owner, gradient)
+                    if binding.visitor is not None:
+                        binding.visitor.gradient_added(unit, name, nested=binding._nested)
             finally:
                 if binding is not None:
                     binding._turn.give()
@@ -226,7 +259,7 @@ class Binding:
                 self._activities.append(activity)
         return activity
 
-    def _before_forward(self, units: list[Unit], args: Any, kwargs: Any) -> None:
+    def _before_forward(self, units: list[Unit], root: Root | None, args: Any, kwargs: Any) -> None:
         call = module_call(sys._getframe(1))
         activity = self._activity()
         in_backward = torch._C._current_graph_task_id() != -1
@@ -234,10 +267,16 @@ class Binding:
         if not activity.frames and not in_backward:
             self.reset()
         frame = _Frame(units, call)
+        frame.foreign = self._below_foreign_hooks(activity)
         activity.frames.append(frame)
-        self._spans.begin(COMPUTE, f"{'recompute' if in_backward else 'forward'} {units[0].name}", frame)
         # After an exception from here the forward hook runs even so (always_call) and finds the frame.
         self._check_modes(units)
+        if self.visitor is not None:
+            if in_backward:
+                self.visitor.reaching(units)
+            else:
+                self.visitor.entering(units, graded=torch.is_grad_enabled())
+        self._spans.begin(COMPUTE, f"{'recompute' if in_backward else 'forward'} {units[0].name}", frame)
         # All loads begin before the first wait. A load that nobody leases yet may have to give way meanwhile.
         self._residency.begin(units[0])
         for unit in units[1:]:
@@ -247,10 +286,40 @@ class Binding:
         for unit in units:
             frame.acquired.append(unit)
             self._residency.acquire(unit, frame, opened=True)
+        if self.visitor is not None:
+            self.visitor.leased(units)
         # Also where gradients are off: the forward may switch them on for a part of itself.
-        frame.hooks = self._saved.enter()
-        if torch.is_grad_enabled():
-            frame.use = _Use(self, units, distinct_tensors((args, kwargs)))
+        again = activity.again
+        if again is not None and again.root is root:
+            activity.again = None
+            frame.hooks = self._saved.enter(again.collect)
+            return
+        if not torch.is_grad_enabled():
+            frame.hooks = self._saved.enter()
+            return
+        if not in_backward and root is not None:
+            frame.visit = self._visit(activity, root, args, kwargs)
+        frame.hooks = self._saved.enter(None if frame.visit is None else frame.visit.pack)
+        frame.use = _Use(self, units, distinct_tensors((args, kwargs)))
+
+    def _below_foreign_hooks(self, activity: _Activity) -> bool:
+        """Whether saved-tensor hooks that are not ours are in force."""
+        top = top_pair()
+        below = activity.frames[-1] if activity.frames else None
+        if below is None or below.hooks is None:
+            return top is not None
+        return below.foreign or top is None or top[0] is not below.hooks.pack_hook
+
+    def _visit(self, activity: _Activity, root: Root, args: Any, kwargs: Any) -> Visit | None:
+        """A visit if the activations of a forward that begins may be let go."""
+        if self.activations is None or not self.activations.wants(root):
+            return None
+        if activity.frames[-1].foreign or any(frame.visit is not None for frame in activity.frames):
+            return None
+        if not root.sees_everything():
+            return None
+        arguments = repeatable_arguments((args, kwargs))
+        return None if arguments is None else Visit(root, *arguments, self._repeat)
 
     def _check_modes(self, units: Sequence[Unit]) -> None:
         functorch: Any = torch._C._functorch
@@ -276,8 +345,15 @@ class Binding:
         if not activity.frames or activity.frames[-1].units is not units or activity.frames[-1].call is not call:
             return
         frame = activity.frames[-1]
-        use = frame.use
+        use, visit = frame.use, frame.visit
         self._leave(activity)
+        # After an error, what was saved is about to be dropped with the graph.
+        if visit is not None and self.activations is not None and sys.exc_info()[0] is None:
+            if self.activations.close(visit):
+                visit.previous, activity.last = activity.last, weakref.ref(visit)
+                if use is not None:
+                    use.visit = activity.last
+            del visit
         if use is not None and torch.is_grad_enabled():
             use.expect(output)
 
@@ -285,7 +361,7 @@ class Binding:
         """Ends the innermost frame of the current thread."""
         frame = activity.frames.pop()
         self._spans.end(frame)
-        frame.call = frame.use = None
+        frame.call = frame.use = frame.visit = None
         if frame.hooks is not None:
             pop_hooks(frame.hooks)
             frame.hooks = None
@@ -323,7 +399,52 @@ class Binding:
             engine.queue_callback(lambda: self._finish_task(graph_id))
         return task
 
+    @property
+    def _nested(self) -> bool:
+        """Whether the running backward was started within another one."""
+        tasks = self._activity().tasks
+        return bool(tasks) and tasks[0] in self._tasks and tasks[0] != torch._C._current_graph_task_id()
+
+    def give_turn(self) -> None:
+        """The current thread is about to wait for others: it holds no gradient that they could be waiting for."""
+        self._turn.give()
+
+    def join(self, loss: Tensor) -> None:
+        """Makes a backward of `loss` known from its first moment on."""
+        reference = weakref.ref(self)
+
+        def begun(_gradient: Tensor) -> None:
+            binding = reference()
+            if binding is not None:
+                with binding.lock:
+                    binding._task()
+
+        if loss.requires_grad:
+            loss.register_hook(begun)  # type: ignore[no-untyped-call]
+
+    def _repeat(self, visit: Visit, call: Callable[[], None]) -> None:
+        """Runs the forward of `visit` for what it saves."""
+        activity = self._activity()
+        activity.again = visit
+        try:
+            call()
+        finally:
+            activity.again = None
+            self._leave_dead_frames(activity, sys._getframe(1))
+
+    @staticmethod
+    def _prefetch_inputs(use: _Use) -> None:
+        visit = None if use.visit is None else use.visit()
+        if visit is not None:
+            visit.prefetch()
+            before = None if visit.previous is None else visit.previous()
+            if before is not None:
+                before.prefetch()
+
     def _begin_backward(self, use: _Use) -> None:
+        if self.visitor is not None:
+            self.visitor.reaching(use.units)
+        self._prefetch_inputs(use)
         with self.lock:
             task = self._task()
             if task is None:
@@ -331,6 +452,8 @@ class Binding:
             self._spans.replace(COMPUTE, f"backward {use.units[0].name}", task)
             for unit in use.units:
                 self._lease(task, unit, use)
+            if self.visitor is not None:
+                self.visitor.leased(use.units)
             for unit in self.order.visit(use.units[0], backward=True):
                 self._residency.prefetch(unit)
 
@@ -341,6 +464,9 @@ class Binding:
         task.leases[unit.index][1].add(use)
 
     def _end_backward(self, use: _Use) -> None:
+        visit = None if use.visit is None else use.visit()
+        if visit is not None:
+            visit.drop()
         with self.lock:
             task = self._task()
             if task is None:
@@ -373,17 +499,39 @@ class Binding:
             self._residency.release(unit, task)
             if self.on_unit_backward is not None:
                 self.on_unit_backward(unit)
-        self._residency.drop_prefetched()
+        self._drop_prefetched()
+
+    def _drop_prefetched(self) -> None:
+        if self.visitor is None:  # else another micro-batch is about to use it
+            self._residency.drop_prefetched()
 
     def _give_way(self, unit: Unit) -> bool:
-        """Ends the oldest lease of a backward that frees memory, other than of `unit` and of each backward's latest."""
-        for task in {id(t): t for t in self._tasks.values()}.values():
-            for index in list(task.leases)[:-1]:
-                old, _uses = task.leases[index]
-                if old is not unit and old.load_bytes and list(old.holders) == [task]:
-                    del task.leases[index]
-                    self._residency.release(old, task)
-                    return True
+        """Ends the oldest leases for speed that free memory, other than of `unit` and of each running backward's
+        latest.
+        """
+        visitor = self.visitor
+        paused = [] if visitor is None else [a for a in self._activities if visitor.paused(a.thread)]
+        waiting = {id(self._tasks[graph]) for a in paused for graph in a.tasks if graph in self._tasks}
+        tasks = list({id(task): task for task in self._tasks.values()}.values())
+        candidates = [] if visitor is None else visitor.kept()
+        latest = set()
+        for task in tasks:
+            leased = [old for old, _uses in task.leases.values()]
+            if leased and id(task) not in waiting:
+                latest.add(leased.pop().index)
+            candidates.extend(leased)
+        for old in candidates:
+            if old is unit or not old.load_bytes or old.index in latest:
+                continue
+            holding = [task for task in tasks if old.index in task.leases]
+            if any(holder is not visitor and holder not in holding for holder in old.holders):
+                continue
+            for task in holding:
+                del task.leases[old.index]
+                self._residency.release(old, task)
+            if visitor is not None:
+                visitor.drop(old)
+            return True
         return False
 
     def _hold_until_step(self, unit: Unit) -> None:
@@ -433,7 +581,7 @@ class Binding:
         activity = self._activity()
         self._leave_dead_frames(activity, sys._getframe(1))
         if not activity.frames and torch._C._current_graph_task_id() == -1:
-            self._residency.drop_prefetched()
+            self._drop_prefetched()
 
     @property
     def in_forward(self) -> bool:
@@ -492,6 +640,8 @@ class Binding:
 
     def _resolve(self, handle: WeightHandle) -> Tensor:
         unit = handle.unit
+        if self.visitor is not None and self._misses(unit):
+            self.visitor.reaching([unit])
         with self.lock:
             with torch._C.DisableTorchFunctionSubclass():
                 version = handle.record.parameter._version
@@ -510,9 +660,17 @@ class Binding:
                     self._residency.release(unit, holder)
             if unit.index not in task.leases:
                 self._lease(task, unit, task)
+                if self.visitor is not None:
+                    self.visitor.leased([unit])
             if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
                 self._hold_until_step(unit)
             return self._view(handle)
+
+    def _misses(self, unit: Unit) -> bool:
+        """Whether the running backward has to lease the unit for a saved view."""
+        with self.lock:
+            task = self._task()
+            return task is not None and unit.index not in task.leases
 
     @staticmethod
     def _view(handle: WeightHandle) -> Tensor:

@@ -102,14 +102,18 @@ class SavedTensors:
         self._residency, self._resolve = residency, resolve
         self._starts = {id(u): [[r.slot.offset for r in f.records] for f in u.flats] for u in residency.units}
 
-    def enter(self) -> saved_tensors_hooks:
-        """A pair of hooks, in force until `pop_hooks`."""
-        outer = top_pair()
+    def enter(self, keep: Callable[[Tensor], Any] | None = None) -> saved_tensors_hooks:
+        """A pair of hooks, in force until `pop_hooks`. `keep` gets what is no view of a unit instead of the pair that
+        is in force now, and gives something with a `value()`.
+        """
+        outer = top_pair() if keep is None else None
 
         def pack(tensor: Tensor) -> Any:
             handle = self.handle(tensor)
             if handle is not None:
                 return handle
+            if keep is not None:
+                return keep(tensor)
             if outer is not None:
                 return _Passed(outer[0](tensor), -1)
             return _Passed(tensor.detach(), tensor._version)
@@ -117,6 +121,8 @@ class SavedTensors:
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, WeightHandle):
                 return self._resolve(packed)
+            if keep is not None:
+                return packed.value()  # type: ignore[no-any-return]
             if outer is not None:
                 return outer[1](packed.value)
             return check_version(packed.value, packed.version)

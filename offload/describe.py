@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offload.build import Blueprint
 
 
-def placement_table(blueprint: Blueprint, memory: TierMemory, schedule: Schedule) -> str:
+def placement_table(blueprint: Blueprint, memory: TierMemory, schedule: Schedule, order: str) -> str:
     """Units of equal size and placement share a row; below it planned bytes and limits per tier, buffers, and the I/O
     engine.
     """
@@ -50,6 +50,7 @@ def placement_table(blueprint: Blueprint, memory: TierMemory, schedule: Schedule
         f"prefetch {blueprint.prefetch} unit{'s' if blueprint.prefetch != 1 else ''}"
     )
     lines.append(f"optimizer step: {schedule.name} ({schedule.reason})")
+    lines.append(f"micro-batches of a step: {order}")
     if memory.store is not None:
         direct = (
             "direct"

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,10 @@ from offload.randomness import seed_everything
 from offload.residency import Residency, Unit
 from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
+from offload.schedule.activations import Activations, activation_room, activations_mode
 from offload.schedule.choice import choose_schedule
+from offload.schedule.layer_major import LayerMajor
+from offload.schedule.micro_batches import LossFn, MicroBatches, choose_order
 from offload.schedule.updates import UnitUpdate, Updates
 from offload.state import FlatState, Update
 from offload.step import uninterrupted
@@ -115,10 +118,12 @@ class Engine(CheckpointAccess):
     def _bind(self, blueprint: Blueprint, units: Sequence[Unit]) -> Binding:
         binding = Binding(self._residency, self._gradient_arrived, blueprint.prefetch)
         for spec in blueprint.specs:
-            binding.attach(spec.root, [units[spec.index], *(units[i] for i in spec.borrows)])
+            own = [units[spec.index], *(units[i] for i in spec.borrows)]
+            binding.attach(spec.root, own, repeatable=spec.kind != "container")
         for record in self._records.values():
             if record.parameter.requires_grad:
                 binding.watch(record)
+        binding.activations = Activations(activations_mode(self.config), activation_room(blueprint))
         return binding
 
     def _make_scaler(self) -> LossScaler | None:
@@ -190,6 +195,8 @@ class Engine(CheckpointAccess):
         with self._lock:
             self._backward_depth += 1
         try:
+            if self._binding.visitor is not None:
+                self._binding.join(loss)
             loss.backward(gradient, **kwargs)  # type: ignore[no-untyped-call]
         except BaseException:
             if not self._binding.in_forward:
@@ -431,7 +438,7 @@ class Engine(CheckpointAccess):
             hypers[record.name] = made[key]
         return hypers
 
-    def train_batch(self, micro_batches: Iterable[Any], loss_fn: Callable[[Any, Any], Any] | None = None) -> StepResult:
+    def train_batch(self, micro_batches: Iterable[Any], loss_fn: LossFn | None = None) -> StepResult:
         """Forward and backward of all micro-batches of one optimizer step, then the step.
 
         A micro-batch is a dict (keyword arguments), a tuple (arguments) or a tensor. `loss_fn(outputs, micro_batch)`
@@ -466,38 +473,38 @@ class Engine(CheckpointAccess):
             loss=total,
         )
 
-    def _accumulate(self, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Any] | None) -> float:
+    def _accumulate(self, batches: Sequence[Any], loss_fn: LossFn | None) -> float:
         """Forward and backward of all micro-batches; returns the mean loss."""
-        total, tokens, counted = 0.0, 0, 0
-        for index, batch in enumerate(batches):
-            seed_everything(self.config.seed, self._step_count + self._skipped_steps, index)
-            outputs = self._forward(batch)
-            value = getattr(outputs, "loss", None) if loss_fn is None else loss_fn(outputs, batch)
-            loss = value
-            if isinstance(value, tuple):
-                loss, count = value
-                tokens, counted = tokens + int(count), counted + 1
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                source = "outputs.loss" if loss_fn is None else "loss_fn"
-                raise ValueError(f"train_batch: {source} of micro-batch {index} is no scalar tensor: {loss!r:.80}")
-            if counted not in (0, index + 1):
-                raise ValueError("train_batch: loss_fn gave a token count for some micro-batches only")
-            if not counted:
-                loss = loss / len(batches)
-            self.backward(loss)
-            total += float(loss.detach())
-        if not tokens:
-            return total
+        step = self._step_count + self._skipped_steps
+        work = MicroBatches(
+            batches,
+            loss_fn,
+            forward=self,
+            backward=self.backward,
+            seed=lambda k: seed_everything(self.config.seed, step, k),
+        )
+        if self._order(len(batches)) == "layer_major":
+            self._run_layer_major(work)
+        else:
+            for k in range(len(batches)):
+                work.run(k)
+        loss, tokens = work.result()
         # The number of tokens is only known at the end, so it divides the sum of the gradients, in the kernel.
         self._clip_factor /= tokens
-        return total / tokens
+        return loss
 
-    def _forward(self, batch: Any) -> Any:
-        if isinstance(batch, Mapping):
-            return self(**batch)
-        if isinstance(batch, (tuple, list)):
-            return self(*batch)
-        return self(batch)
+    def _order(self, count: int | None = None) -> str:
+        loads = any(unit.load_bytes for unit in self._residency.units)
+        return choose_order(self.config.schedule.micro_batch_order, loads=loads, count=count)
+
+    def _run_layer_major(self, work: MicroBatches) -> None:
+        visitor = LayerMajor(self._residency, len(work), self._binding.give_turn)
+        self._binding.visitor = visitor
+        try:
+            visitor.run(work.run, self._memory.device.torch_device.type)
+        finally:
+            self._binding.visitor = None
+            self._residency.drop_prefetched()
 
     # Reports
 
@@ -554,7 +561,7 @@ class Engine(CheckpointAccess):
 
     def describe(self) -> str:
         """The placement table and the plan, for people."""
-        return placement_table(self._blueprint, self._memory, self._schedule)
+        return placement_table(self._blueprint, self._memory, self._schedule, self._order())
 
     def resident_units(self) -> list[str]:
         """Units that take device memory beyond what their placement says; none between steps."""

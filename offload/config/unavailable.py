@@ -16,13 +16,8 @@ def unavailable(config: Config, environ: Mapping[str, str]) -> list[str]:
     def refuse(key: str, value: object, remedy: str) -> None:
         problems.append(f"{key} = {value!r}: not in this version; {remedy}")
 
-    if config.placement.activations not in ("auto", "keep", "device"):
-        problems.append(
-            f"placement.activations = {config.placement.activations!r}: activation offload and recompute need a later "
-            "schedule: use torch.utils.checkpoint in the model, or 'keep'"
-        )
-    if config.schedule.micro_batch_order == "layer_major":
-        refuse("schedule.micro_batch_order", "layer_major", "use 'batch_major' or 'auto'")
+    if config.placement.activations in ("host", "nvme"):
+        refuse("placement.activations", config.placement.activations, "use 'recompute' or 'auto'")
     if config.schedule.loss_chunk is not None:
         refuse("schedule.loss_chunk", config.schedule.loss_chunk, "remove the key")
     world_size = environ.get("WORLD_SIZE", "1")

@@ -137,10 +137,8 @@ def test_values_that_contradict_each_other(source: Any) -> None:
     "override",
     [
         "placement.activations=host",
-        "placement.activations=recompute",
         "schedule.optimizer_step=eager",
         "schedule.optimizer_step=deferred",
-        "schedule.micro_batch_order=layer_major",
         "schedule.loss_chunk=1024",
         "parallel.shard_size=2",
     ],

@@ -1,0 +1,318 @@
+"""Units whose activations are not kept: what their forward saved is computed again when the backward needs it.
+
+[Note: recompute] Within such a forward, saved tensors that are no views of unit buffers are numbered and held. When it
+has ended well they are let go, and only its inputs are kept, by whoever stores them. The first of them that the
+backward asks for runs the unit's forward again, on detached inputs, under the random state, autocast, grad and training
+modes of the first time, and collects what is saved this time, up to the last one that is needed. So the numbers are
+those of the first forward, if that was a function of its inputs; where it wrote to its inputs or to buffers it was not,
+and what it saved is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from offload.binding_saved import check_version
+from offload.errors import OffloadError, StaleWeightsError
+from offload.parameters import ParameterRecord
+from offload.randomness import RandomState
+from offload.residency import Unit
+
+_VALUES = (bool, int, float, complex, str, bytes, enum.Enum)
+_TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Stored(Protocol):
+    """A tensor that was put away."""
+
+    def prefetch(self) -> None:
+        """Begins to bring it back, if there is room for it."""
+
+    def bring(self) -> Tensor:
+        """The tensor: detached, with the strides it had."""
+        ...
+
+
+class Enough(Exception):
+    """Ends a recompute that has collected everything."""
+
+
+class _Input:
+    """One tensor that a unit was given."""
+
+    __slots__ = ("requires_grad", "stored")
+
+    def __init__(self, stored: Stored, requires_grad: bool) -> None:
+        self.stored, self.requires_grad = stored, requires_grad
+
+    def bring(self) -> Tensor:
+        return self.stored.bring().requires_grad_(self.requires_grad)
+
+
+class Saved:
+    """Stands for one saved tensor of a visit."""
+
+    __slots__ = ("_index", "_visit")
+
+    def __init__(self, visit: Visit, index: int) -> None:
+        self._visit, self._index = visit, index
+
+    def value(self) -> Tensor:
+        """The tensor, from the forward or from its repetition."""
+        return self._visit.value(self._index)
+
+
+class _Again:
+    """A tensor that a repeated forward saved."""
+
+    __slots__ = ("_value", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._value, self._version = tensor.detach(), tensor._version
+
+    def value(self) -> Tensor:
+        return check_version(self._value, self._version)
+
+
+class Root:
+    """A module whose activations may be computed again, with what a recompute has to put back."""
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        self.module, self.units = module, units
+        self.hook: Any = None
+        """The first pre-forward hook, unless somebody put another before it."""
+        self.modules = list(module.modules())
+        self.repeatable = True
+        """Whether its forward was a function of its inputs so far."""
+
+    def sees_everything(self) -> bool:
+        """Whether what our hook was given is all that the forward depends on."""
+        return next(iter(self.module._forward_pre_hooks.values()), None) is self.hook
+
+    def buffers(self) -> list[tuple[Tensor, int]]:
+        return [(b, b._version) for m in self.modules for b in m._buffers.values() if b is not None]
+
+    def records(self) -> list[ParameterRecord]:
+        return [record for unit in self.units for record in unit.records]
+
+
+def repeatable_arguments(arguments: Any) -> tuple[list[Any], TreeSpec] | None:
+    """Leaves and structure of what a unit is given; None if something in it may change when it is used."""
+    leaves, spec = tree_flatten(arguments)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if type(leaf) not in (Tensor, nn.Parameter) and not isinstance(leaf, nn.Parameter):
+                return None
+            if leaf.layout is not torch.strided:
+                return None
+        elif leaf is not None and not isinstance(leaf, (*_VALUES, *_TORCH_VALUES)):
+            return None
+    return leaves, spec
+
+
+def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+class Visit:
+    """One forward of a root that is not kept. Only the graph holds it, by its `Saved`s.
+
+    `again(visit, call)` runs `call` with the binding's hooks collecting for the visit.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_again",
+        "_autocast",
+        "_buffers",
+        "_collected",
+        "_inputs",
+        "_leaves",
+        "_lock",
+        "_random",
+        "_shapes",
+        "_spec",
+        "_training",
+        "_values",
+        "_versions",
+        "previous",
+        "root",
+    )
+
+    def __init__(
+        self, root: Root, leaves: list[Any], spec: TreeSpec, again: Callable[[Visit, Callable[[], Any]], None]
+    ) -> None:
+        self.root, self._again, self._spec = root, again, spec
+        self.previous: weakref.ref[Visit] | None = None
+        """The visit before it, whose backward comes after it."""
+        self._leaves: list[Any] = leaves
+        self._inputs = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
+        self._buffers = root.buffers()
+        self._random = RandomState.take()
+        self._autocast = _autocast_state()
+        self._training = [module.training for module in root.modules]
+        self._versions = self._weight_versions()
+        self._values: list[tuple[Tensor, int]] | None = []
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._collected: list[_Again | None] | None = None
+        self._lock = threading.RLock()
+
+    def _weight_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [record.parameter._version for record in self.root.records()]
+
+    # The first forward
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """Numbers a saved tensor."""
+        assert self._values is not None
+        self._values.append((tensor.detach(), tensor._version))
+        self._shapes.append((tensor.shape, tensor.dtype))
+        return Saved(self, len(self._shapes) - 1)
+
+    def saved_bytes(self) -> int:
+        """Bytes that the forward saved beyond its inputs."""
+        own = {leaf.untyped_storage()._cdata for leaf, _ in self._inputs}
+        storages = {}
+        for value, _ in self._values or ():
+            storage = value.untyped_storage()
+            if storage._cdata not in own:
+                storages[storage._cdata] = storage.nbytes()
+        return sum(storages.values())
+
+    def input_bytes(self) -> int:
+        """Bytes of the inputs."""
+        storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf, _ in self._inputs}
+        return sum(storages.values())
+
+    def unchanged(self) -> bool:
+        """Whether inputs and buffers are as they were before the forward."""
+        same = all(leaf._version == version for leaf, version in self._inputs)
+        now = self.root.buffers()
+        return (
+            same
+            and len(now) == len(self._buffers)
+            and all(a is b and v == w for (a, v), (b, w) in zip(now, self._buffers, strict=True))
+        )
+
+    def keep(self) -> None:
+        """What the forward saved stays."""
+        self._forget_arguments()
+        self._leaves.clear()
+
+    def let_go(self, store: Callable[[Tensor], Stored]) -> None:
+        """Only the inputs stay, where `store` puts them."""
+        self._leaves = [
+            _Input(store(leaf), leaf.requires_grad)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+            else leaf
+            for leaf in self._leaves
+        ]
+        self._values = None
+        self._forget_arguments()
+
+    def _forget_arguments(self) -> None:
+        self._inputs.clear()
+        self._buffers.clear()
+
+    # The backward
+
+    def prefetch(self) -> None:
+        """Begins to bring the inputs back."""
+        if self._values is None and self._collected is None:
+            for leaf in self._leaves:
+                if isinstance(leaf, _Input):
+                    leaf.stored.prefetch()
+
+    def value(self, index: int) -> Tensor:
+        """The saved tensor of that number."""
+        with self._lock:
+            if self._values is not None:
+                return check_version(*self._values[index])
+            if self._collected is None or self._collected[index] is None:
+                self._recompute()
+            assert self._collected is not None
+            found = self._collected[index]
+            assert found is not None
+            self._collected[index] = None  # autograd asks once for each; who asks again waits for another recompute
+            if not any(self._collected):
+                self._collected = None
+            return found.value()
+
+    def drop(self) -> None:
+        """Forgets what was collected and not asked for."""
+        with self._lock:
+            self._collected = None
+
+    def collect(self, tensor: Tensor) -> _Again:
+        """Takes the next saved tensor of a recompute."""
+        collected = self._collected
+        assert collected is not None
+        value = _Again(tensor)
+        index = len(collected)
+        if index < len(self._shapes):
+            if self._shapes[index] != (tensor.shape, tensor.dtype):
+                shape, dtype = self._shapes[index]
+                raise self._differs(
+                    f"saved tensor {index} was {tuple(shape)} {dtype}, and is {tuple(tensor.shape)} {tensor.dtype} now"
+                )
+            collected.append(value)
+            if len(collected) == len(self._shapes):
+                raise Enough
+        return value
+
+    def _differs(self, what: str) -> OffloadError:
+        return OffloadError(
+            f"unit {self.root.units[0].name}: its forward is not the same the second time ({what}), so that its "
+            "activations cannot be recomputed; set placement.activations = 'keep'"
+        )
+
+    def _recompute(self) -> None:
+        if self._weight_versions() != self._versions:
+            raise StaleWeightsError(
+                f"unit {self.root.units[0].name}: a value changed after the forward whose backward is running (by "
+                "step(), gathered(modify=True) or a write in place); run the forward again"
+            )
+        self._collected = []
+        now = RandomState.take()
+        modes = [module.training for module in self.root.modules]
+        try:
+            self._random.restore()
+            self._set_training(self._training)
+            self._again(self, self._call)
+            if len(self._collected) != len(self._shapes):
+                raise self._differs(f"{len(self._shapes)} tensors were saved, and {len(self._collected)} now")
+        except BaseException:
+            self._collected = None
+            raise
+        finally:
+            self._set_training(modes)
+            now.restore()
+
+    def _set_training(self, modes: list[bool]) -> None:
+        for module, mode in zip(self.root.modules, modes, strict=True):
+            if module.training != mode:
+                module.training = mode
+
+    def _call(self) -> None:
+        args, kwargs = tree_unflatten(
+            [leaf.bring() if isinstance(leaf, _Input) else leaf for leaf in self._leaves], self._spec
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            with contextlib.suppress(Enough):
+                self.root.module(*args, **kwargs)

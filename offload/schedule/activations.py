@@ -1,0 +1,107 @@
+"""What a unit's forward leaves behind for its backward: everything, its inputs only, or those on another tier.
+
+`keep`: what autograd saved. `recompute`: the unit's inputs, from which the forward is repeated. `host` and `nvme`: the
+same, but the inputs wait in host memory or in a swap file. `auto`: everything while it fits `room` bytes, then the
+inputs only. All give the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from offload.binding_recompute import Root, Stored, Visit
+from offload.binding_saved import check_version
+from offload.config import Config
+from offload.tiers import Tier
+
+if TYPE_CHECKING:
+    from offload.build import Blueprint
+
+log = logging.getLogger("offload")
+
+
+class Kept:
+    """A tensor that stays where it is."""
+
+    __slots__ = ("_value", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._value, self._version = tensor.detach(), tensor._version
+
+    def prefetch(self) -> None:
+        return None
+
+    def bring(self) -> Tensor:
+        return check_version(self._value, self._version).detach()
+
+
+class Activations:
+    """Decides what becomes of a visit, and counts. `room`: bytes that `auto` may keep at a time (None: any number)."""
+
+    def __init__(self, mode: str, room: int | None, spill: Callable[[Tensor], Stored] | None = None) -> None:
+        self.mode, self.room = mode, room
+        self.kept_bytes = 0
+        self.recomputed = self.kept = 0
+        """Visits so far whose activations were let go, and were kept."""
+        self._spill = spill
+        self._lock = threading.Lock()
+
+    def wants(self, root: Root) -> bool:
+        """Whether a forward of `root` may be one that is not kept."""
+        return self.mode != "keep" and root.repeatable
+
+    def close(self, visit: Visit) -> bool:
+        """A forward has ended well: keeps what it saved, or lets it go. True if it was let go."""
+        saved = visit.saved_bytes()
+        if not visit.unchanged():
+            visit.root.repeatable = False
+            log.info(
+                "unit %s: its forward writes to its inputs or buffers, so its activations are kept",
+                visit.root.units[0].name,
+            )
+            saved = 0
+        if saved == 0 or (self.mode == "auto" and self._fits(visit, saved)):
+            self.kept += 1
+            visit.keep()
+            return False
+        self.recomputed += 1
+        visit.let_go(self._store)
+        return True
+
+    def _fits(self, visit: Visit, saved: int) -> bool:
+        nbytes = saved + visit.input_bytes()
+        with self._lock:
+            if self.room is not None and self.kept_bytes + nbytes > self.room:
+                return False
+            self.kept_bytes += nbytes
+        weakref.finalize(visit, self._gone, nbytes).atexit = False
+        return True
+
+    def _gone(self, nbytes: int) -> None:
+        with self._lock:
+            self.kept_bytes -= nbytes
+
+    def _store(self, tensor: Tensor) -> Stored:
+        return Kept(tensor) if self._spill is None else self._spill(tensor)
+
+
+def activations_mode(config: Config) -> str:
+    """The choice in force: `device` is another word for `keep`."""
+    mode = config.placement.activations
+    return "keep" if mode == "device" else mode
+
+
+def activation_room(blueprint: Blueprint) -> int:
+    """Bytes that activations may take by `auto`: three quarters of what the plan leaves of the memory they are in."""
+    plan, limits = blueprint.plan, blueprint.limits
+    if blueprint.device.kind == "cuda" and limits.device is not None:
+        left = limits.device - plan.total(Tier.DEVICE)
+    else:
+        left = limits.memory_available - plan.total(Tier.HOST) - plan.total(Tier.DEVICE)
+    return max(0, left) * 3 // 4
