@@ -405,9 +405,14 @@ class Binding:
         tasks = self._activity().tasks
         return bool(tasks) and tasks[0] in self._tasks and tasks[0] != torch._C._current_graph_task_id()
 
-    def give_turn(self) -> None:
-        """The current thread is about to wait for others: it holds no gradient that they could be waiting for."""
+    def pause(self) -> None:
+        """The current thread is about to let others run: it holds no gradient that they could be waiting for."""
         self._turn.give()
+        self._spans.pause()
+
+    def resume(self) -> None:
+        """It goes on."""
+        self._spans.resume()
 
     def join(self, loss: Tensor) -> None:
         """Makes a backward of `loss` known from its first moment on."""

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,7 @@ from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
 from offload.schedule.activations import Activations, activation_room, activations_mode
 from offload.schedule.choice import choose_schedule
-from offload.schedule.layer_major import LayerMajor
-from offload.schedule.micro_batches import LossFn, MicroBatches, choose_order
+from offload.schedule.micro_batches import LossFn, MicroBatches, Runner
 from offload.schedule.updates import UnitUpdate, Updates
 from offload.state import FlatState, Update
 from offload.step import uninterrupted
@@ -124,6 +123,7 @@ class Engine(CheckpointAccess):
             if record.parameter.requires_grad:
                 binding.watch(record)
         binding.activations = Activations(activations_mode(self.config), activation_room(blueprint))
+        self._runner = Runner(self.module, binding, self._residency, self.config.schedule.micro_batch_order)
         return binding
 
     def _make_scaler(self) -> LossScaler | None:
@@ -160,7 +160,8 @@ class Engine(CheckpointAccess):
         self._check_parameters()
         self._boundary.crossed |= torch.is_grad_enabled()
         try:
-            return self.module(*args, **kwargs)
+            with self._runner.plain_call():
+                return self.module(*args, **kwargs)
         finally:
             self._binding.rest()
 
@@ -483,28 +484,10 @@ class Engine(CheckpointAccess):
             backward=self.backward,
             seed=lambda k: seed_everything(self.config.seed, step, k),
         )
-        if self._order(len(batches)) == "layer_major":
-            self._run_layer_major(work)
-        else:
-            for k in range(len(batches)):
-                work.run(k)
-        loss, tokens = work.result()
+        loss, tokens = self._runner.run(work)
         # The number of tokens is only known at the end, so it divides the sum of the gradients, in the kernel.
         self._clip_factor /= tokens
         return loss
-
-    def _order(self, count: int | None = None) -> str:
-        loads = any(unit.load_bytes for unit in self._residency.units)
-        return choose_order(self.config.schedule.micro_batch_order, loads=loads, count=count)
-
-    def _run_layer_major(self, work: MicroBatches) -> None:
-        visitor = LayerMajor(self._residency, len(work), self._binding.give_turn)
-        self._binding.visitor = visitor
-        try:
-            visitor.run(work.run, self._memory.device.torch_device.type)
-        finally:
-            self._binding.visitor = None
-            self._residency.drop_prefetched()
 
     # Reports
 
@@ -561,7 +544,7 @@ class Engine(CheckpointAccess):
 
     def describe(self) -> str:
         """The placement table and the plan, for people."""
-        return placement_table(self._blueprint, self._memory, self._schedule, self._order())
+        return placement_table(self._blueprint, self._memory, self._schedule, self._runner.order())
 
     def resident_units(self) -> list[str]:
         """Units that take device memory beyond what their placement says; none between steps."""

@@ -52,6 +52,11 @@ class Activations:
         self._spill = spill
         self._lock = threading.Lock()
 
+    @property
+    def explicit(self) -> bool:
+        """Whether activations are let go as a rule."""
+        return self.mode not in ("keep", "auto")
+
     def wants(self, root: Root) -> bool:
         """Whether a forward of `root` may be one that is not kept."""
         return self.mode != "keep" and root.repeatable

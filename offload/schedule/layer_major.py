@@ -46,10 +46,12 @@ class _Progress:
 
 
 class LayerMajor:
-    """The micro-batches of one step. `before_pass` is called by whoever is about to let the others run."""
+    """The micro-batches of one step. A thread calls `before_pass` and `after_pass` around the time that others run."""
 
-    def __init__(self, residency: Residency, count: int, before_pass: Callable[[], None]) -> None:
-        self._residency, self._before_pass = residency, before_pass
+    def __init__(
+        self, residency: Residency, count: int, *, before_pass: Callable[[], None], after_pass: Callable[[], None]
+    ) -> None:
+        self._residency, self._before_pass, self._after_pass = residency, before_pass, after_pass
         self._progress = [_Progress() for _ in range(count)]
         self._baton = Baton(count)
         self._index: dict[int, int] = {}  # of the micro-batch that a thread runs
@@ -135,11 +137,12 @@ class LayerMajor:
         progress.at = units[0]
 
     def _pass_on(self, k: int, over: Callable[[], bool] | None = None) -> None:
-        self._before_pass()
         if self._baton.alone(k):
             return
         state = RandomState.take()
+        self._before_pass()
         self._baton.pass_on(k, over)
+        self._after_pass()
         state.restore()
 
     def paused(self, thread: int) -> bool:

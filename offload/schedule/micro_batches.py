@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from offload.residency import Residency
+from offload.schedule.layer_major import LayerMajor
+
+if TYPE_CHECKING:
+    from offload.binding import Binding
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -73,13 +81,59 @@ class MicroBatches:
         return (total / tokens, tokens) if tokens else (total, 1)
 
 
-def choose_order(wanted: str, *, loads: bool, count: int | None = None) -> str:
-    """`layer_major` or `batch_major`. `loads`: whether the weights of any unit are brought to the device for its use.
+class Runner:
+    """Runs the micro-batches of an engine's steps. `wanted`: `schedule.micro_batch_order`."""
 
-    With fewer than two micro-batches (`count`, if it is known) there is nothing to share.
+    def __init__(self, module: nn.Module, binding: Binding, residency: Residency, wanted: str) -> None:
+        self._module, self._binding, self._residency, self._wanted = module, binding, residency, wanted
+
+    def order(self, count: int | None = None) -> str:
+        """`layer_major` or `batch_major`, for so many micro-batches."""
+        if count is not None and count < 2:
+            return "batch_major"
+        if self._wanted != "auto":
+            return self._wanted
+        # Where nothing is brought to the device for its use, there is nothing to share.
+        return "layer_major" if any(unit.load_bytes for unit in self._residency.units) else "batch_major"
+
+    def run(self, work: MicroBatches) -> tuple[float, int]:
+        """All micro-batches; returns `work.result()`."""
+        with without_cache(self._module):
+            if self.order(len(work)) == "layer_major":
+                self._run_layer_major(work)
+            else:
+                for k in range(len(work)):
+                    work.run(k)
+        return work.result()
+
+    def _run_layer_major(self, work: MicroBatches) -> None:
+        binding = self._binding
+        visitor = LayerMajor(self._residency, len(work), before_pass=binding.pause, after_pass=binding.resume)
+        binding.visitor = visitor
+        try:
+            visitor.run(work.run, self._residency.memory.device.torch_device.type)
+        finally:
+            binding.visitor = None
+            self._residency.drop_prefetched()
+
+    def plain_call(self) -> AbstractContextManager[None]:
+        """What has to be in force in a call of the model outside `run`."""
+        activations = self._binding.activations
+        lets_go = activations is not None and activations.explicit and torch.is_grad_enabled() and self._module.training
+        return without_cache(self._module) if lets_go else nullcontext()
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Models of transformers build no key-value cache within the context: training has no use for it, and a forward
+    that is repeated would append to it twice.
     """
-    if count is not None and count < 2:
-        return "batch_major"
-    if wanted != "auto":
-        return wanted
-    return "layer_major" if loads else "batch_major"
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    found = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    for config in found:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in found:
+            config.use_cache = True

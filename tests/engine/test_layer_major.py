@@ -85,6 +85,8 @@ def twin(
     gc.collect()
     before = threads()
     with running(ours, case, folder, max_grad_norm=max_grad_norm, **sections) as engine:
+        if hasattr(model, "config") and hasattr(model.config, "use_cache"):
+            model.config.use_cache = False  # the engine builds none, and attention on a cache may have other bits
         pair = Twin(engine, model, case, max_grad_norm=max_grad_norm)
         yield pair
         pair.equal()
