@@ -243,9 +243,16 @@ class Binding:
             self._handles.append(record.parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def detach(self) -> None:
-        """Removes every hook. Idempotent."""
+        """Removes every hook and ends transfers of activations. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
+        if self.activations is not None:
+            self.activations.close()
+
+    def settle(self) -> None:
+        """Waits for transfers of activations."""
+        if self.activations is not None:
+            self.activations.settle()
 
     # Forward
 
@@ -349,7 +356,7 @@ class Binding:
         self._leave(activity)
         # After an error, what was saved is about to be dropped with the graph.
         if visit is not None and self.activations is not None and sys.exc_info()[0] is None:
-            if self.activations.close(visit):
+            if self.activations.ended(visit):
                 visit.previous, activity.last = activity.last, weakref.ref(visit)
                 if use is not None:
                     use.visit = activity.last
@@ -510,7 +517,7 @@ class Binding:
         if self.visitor is None:  # else another micro-batch is about to use it
             self._residency.drop_prefetched()
 
-    def _give_way(self, unit: Unit) -> bool:
+    def _give_way(self, unit: Unit | None) -> bool:
         """Ends the oldest leases for speed that free memory, other than of `unit` and of each running backward's
         latest.
         """

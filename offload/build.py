@@ -17,7 +17,7 @@ from torch import nn
 
 from offload.checkpoint.weights import WeightSource, values_of
 from offload.config import Config
-from offload.errors import UnsupportedModelError
+from offload.errors import PlanError, UnsupportedModelError
 from offload.initialization import Creator, InitFn, materialise
 from offload.layout import ParameterSpec, UnitLayout, layout_unit
 from offload.machine import free_disk, host_memory, return_freed_memory
@@ -168,6 +168,8 @@ def draw_up(
     """Splits, lays out and places the model. Allocates nothing but the device object."""
     check_model(model)
     check_swap_paths(config.memory.nvme_paths)
+    if config.placement.activations == "nvme" and not config.memory.nvme_paths:
+        raise PlanError("placement.activations = 'nvme', but there is no swap path: set memory.nvme_paths")
     fmt = get_format(config.optimizer.state_format)
     specs = split_units(model, config.units.wrap if config.units.wrap == "auto" else list(config.units.wrap))
     named = [item for spec in specs for item in spec.parameters]
@@ -320,7 +322,8 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
     memory.spans.sample = lambda: {str(tier): budget.used(str(tier)) for tier in Tier}
     try:
         nvme = plan.total(Tier.NVME)
-        if nvme:  # first, since it may refuse a path or lack space on it
+        spills = config.placement.activations == "nvme"
+        if nvme or spills:  # first, since it may refuse a path or lack space on it
             swap = config.swap
             probe = nvme >= PROBE_FROM
             tuning = (
@@ -329,7 +332,7 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
             memory.store = SwapStore(
                 config.memory.nvme_paths,
                 engine=swap.engine,
-                capacity=nvme,
+                capacity=None if spills else nvme,
                 budget=budget,
                 block=swap.block if swap.block != "auto" else tuning.block if tuning else None,
                 queue_depth=swap.queue_depth if swap.queue_depth != "auto" else tuning.queue_depth if tuning else None,
@@ -340,6 +343,8 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
                 endurance=None if swap.endurance_tbw is None else int(swap.endurance_tbw * 10**12),
                 faults=faults,
             )
+            if spills:  # the files grow beyond what is planned, up to memory.nvme
+                memory.store.reserve_capacity(nvme)
             memory.store.observer = memory.spans.transferred if config.log.trace else None
         memory.open_staging(plan.staging, plan.slot_bytes)
     except BaseException:

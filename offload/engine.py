@@ -35,7 +35,7 @@ from offload.randomness import seed_everything
 from offload.residency import Residency, Unit
 from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
-from offload.schedule.activations import Activations, activation_room, activations_mode
+from offload.schedule.activations import open_activations
 from offload.schedule.choice import choose_schedule
 from offload.schedule.micro_batches import LossFn, MicroBatches, Runner
 from offload.schedule.updates import UnitUpdate, Updates
@@ -122,7 +122,7 @@ class Engine(CheckpointAccess):
         for record in self._records.values():
             if record.parameter.requires_grad:
                 binding.watch(record)
-        binding.activations = Activations(activations_mode(self.config), activation_room(blueprint))
+        binding.activations = open_activations(blueprint, self._residency)
         self._runner = Runner(self.module, binding, self._residency, self.config.schedule.micro_batch_order)
         return binding
 
@@ -520,6 +520,7 @@ class Engine(CheckpointAccess):
     def memory(self) -> MemoryReport:
         """Planned and measured bytes by tier and kind."""
         self._residency.settle()
+        self._binding.settle()
         budget, tiers = self._memory.budget, [str(t) for t in Tier]
         resident = psutil.Process(os.getpid()).memory_info().rss
         in_memory = budget.used("host") + (budget.used("device") if self._memory.device.kind != "cuda" else 0)

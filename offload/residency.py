@@ -133,7 +133,7 @@ class Residency:
         """Updates of resting weights that are pending: a unit's is carried out before the unit is used."""
         self.persist: Callable[[Unit, list[ParameterRecord]], None] | None = None
         """Called before a unit is closed, with the parameters that were written in place while it was open."""
-        self.reclaim: Callable[[Unit], bool] | None = None
+        self.reclaim: Callable[[Unit | None], bool] | None = None
         """Gives up a lease that somebody only has for speed, for the sake of this unit; False if there is none."""
 
     # Leases
@@ -237,7 +237,12 @@ class Residency:
                 if not self._make_room(unit):
                     raise OffloadError(self._no_room(unit)) from error
 
-    def _make_room(self, unit: Unit) -> bool:
+    def make_room(self) -> bool:
+        """Lets go of something on the device that is there for speed only; False if there is nothing."""
+        with self.lock:
+            return self._make_room(None)
+
+    def _make_room(self, unit: Unit | None) -> bool:
         dropped = self.drop_prefetched()
         return self._end_abandoned() or dropped > 0 or (self.reclaim is not None and self.reclaim(unit))
 

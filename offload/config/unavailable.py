@@ -16,8 +16,6 @@ def unavailable(config: Config, environ: Mapping[str, str]) -> list[str]:
     def refuse(key: str, value: object, remedy: str) -> None:
         problems.append(f"{key} = {value!r}: not in this version; {remedy}")
 
-    if config.placement.activations in ("host", "nvme"):
-        refuse("placement.activations", config.placement.activations, "use 'recompute' or 'auto'")
     if config.schedule.loss_chunk is not None:
         refuse("schedule.loss_chunk", config.schedule.loss_chunk, "remove the key")
     world_size = environ.get("WORLD_SIZE", "1")

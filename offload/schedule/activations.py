@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from offload.binding_recompute import Root, Stored, Visit
+from offload.binding_recompute import Root, Visit
 from offload.binding_saved import check_version
-from offload.config import Config
+from offload.residency import Residency
+from offload.schedule.spill import Spill
 from offload.tiers import Tier
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ class Kept:
 class Activations:
     """Decides what becomes of a visit, and counts. `room`: bytes that `auto` may keep at a time (None: any number)."""
 
-    def __init__(self, mode: str, room: int | None, spill: Callable[[Tensor], Stored] | None = None) -> None:
+    def __init__(self, mode: str, room: int | None) -> None:
         self.mode, self.room = mode, room
+        self.spill: Spill | None = None
         self.kept_bytes = 0
         self.recomputed = self.kept = 0
         """Visits so far whose activations were let go, and were kept."""
-        self._spill = spill
         self._lock = threading.Lock()
 
     @property
@@ -61,7 +61,7 @@ class Activations:
         """Whether a forward of `root` may be one that is not kept."""
         return self.mode != "keep" and root.repeatable
 
-    def close(self, visit: Visit) -> bool:
+    def ended(self, visit: Visit) -> bool:
         """A forward has ended well: keeps what it saved, or lets it go. True if it was let go."""
         saved = visit.saved_bytes()
         if not visit.unchanged():
@@ -76,7 +76,7 @@ class Activations:
             visit.keep()
             return False
         self.recomputed += 1
-        visit.let_go(self._store)
+        visit.let_go(Kept if self.spill is None else self.spill.put)
         return True
 
     def _fits(self, visit: Visit, saved: int) -> bool:
@@ -92,14 +92,26 @@ class Activations:
         with self._lock:
             self.kept_bytes -= nbytes
 
-    def _store(self, tensor: Tensor) -> Stored:
-        return Kept(tensor) if self._spill is None else self._spill(tensor)
+    def settle(self) -> None:
+        """Waits until everything that was put away is, and what is not needed any more is free."""
+        if self.spill is not None:
+            self.spill.settle()
+
+    def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        if self.spill is not None:
+            self.spill.close()
 
 
-def activations_mode(config: Config) -> str:
-    """The choice in force: `device` is another word for `keep`."""
-    mode = config.placement.activations
-    return "keep" if mode == "device" else mode
+def open_activations(blueprint: Blueprint, residency: Residency) -> Activations:
+    """What the configuration asks for; `device` is another word for `keep`."""
+    mode = blueprint.config.placement.activations
+    activations = Activations("keep" if mode == "device" else mode, activation_room(blueprint))
+    if mode in ("host", "nvme"):
+        planned = blueprint.plan.total(Tier.DEVICE)
+        make_room = residency.make_room
+        activations.spill = Spill(residency.memory, Tier(mode), planned=planned, make_room=make_room, keep=Kept)
+    return activations
 
 
 def activation_room(blueprint: Blueprint) -> int:

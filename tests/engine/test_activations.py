@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from offload.errors import OffloadError, StaleWeightsError
+import offload
+from offload.errors import OffloadError, PlanError, StaleWeightsError
+from swap.errors import BudgetError
 from tests.engine.binding_models import (
     NVME,
     WIDTH,
@@ -30,13 +32,14 @@ from tests.engine.binding_models import (
     paired,
     square,
 )
-from tests.engine.common import CLIP, Case, decoder, pairwise, placed, product, running
+from tests.engine.common import CLIP, Case, config_of, decoder, pairwise, placed, product, running
+from tests.engine.resources import nothing_left_of
 from tests.engine.test_layer_major import NAMES, hugging_face, labelled, square_loss, twin
 
-LET_GO = ["recompute"]
+LET_GO = ["recompute", "host", "nvme"]
 CHOICES = ["keep", *LET_GO, "auto"]
 
-swapped = pytest.mark.parametrize("case", NVME, ids=str)
+swapped = pytest.mark.parametrize("case", NVME[1:], ids=str)
 let_go = pytest.mark.parametrize("activations", LET_GO)
 
 
@@ -46,6 +49,8 @@ def letting_go(model: nn.Module, case: Case, folder: Path, activations: str, **s
         yield pair
         pair.nothing_resident()
         gc.collect()
+        pair.engine._memory.trim()
+        assert pair.engine.memory().current["nvme"].get("activations", 0) == 0
         assert pair.engine.memory().current["host"].get("activations", 0) == 0
         assert pair.engine.memory().current["device"].get("activations", 0) == 0
 
@@ -232,7 +237,7 @@ class Caller(nn.Module):
 @let_go
 def test_arguments_of_all_kinds(case: Case, activations: str, swap_folder: Path) -> None:
     with letting_go(Caller(), case, swap_folder, activations) as pair:
-        pair.train(square(inputs(40, WIDTH, grad=True)))
+        pair.train(square(inputs(128, WIDTH, grad=True)))
         assert recomputed(pair) == 2 * 3
 
 
@@ -429,6 +434,73 @@ def test_inner_activations_die_with_the_forward(activations: str, count: int, sw
         engine.train_batch([inputs(seed=k) for k in range(count)], loss_fn)
         assert alive == [0] * count and living() == 0
         assert len(Probe.saved) == 2 * count * len(model.blocks)
+
+
+class Masked(nn.Module):
+    """Blocks that are all given the same mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Elaborate() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0.5).t().contiguous().t()
+        rest = {"parts": Parts(x, None), "list": [x]}
+        for block in self.blocks:
+            x = block(x, rest, mask=mask)["x"]
+        return x
+
+
+@swapped
+@pytest.mark.parametrize("activations", ["host", "nvme"])
+def test_what_units_share_is_put_away_once(case: Case, activations: str, swap_folder: Path) -> None:
+    with letting_go(Masked(), case, swap_folder, activations) as pair:
+        x = inputs(512, WIDTH, grad=True)
+        x_bytes, mask_bytes = x.numel() * 4, x.numel()
+        loss = pair.engine(x).square().sum()
+        spill = pair.engine._binding.activations.spill  # type: ignore[union-attr]
+        assert spill is not None and spill.puts == 4 + 1
+        memory = pair.engine.memory()
+        assert memory.current[activations]["activations"] == 4 * x_bytes + mask_bytes
+        expected = pair.plain(x).square().sum()
+        pair.engine.backward(loss)
+        expected.backward()
+        pair.step()
+        del loss, expected
+        assert spill.puts == 5
+
+
+@pytest.mark.parametrize("activations", ["host", "nvme"])
+def test_a_full_tier_is_named(activations: str, swap_folder: Path) -> None:
+    case = placed("sim", "nvme")
+    with letting_go(Stack(), case, swap_folder, activations) as pair:
+        pair.train(square(inputs(grad=True)), steps=1)
+        pair.engine._memory.trim()
+        budget = pair.engine._memory.budget
+        room = budget.available(activations)
+        assert room is not None
+        with budget.reserve(activations, "other", room), pytest.raises(BudgetError, match=f"memory.{activations}"):
+            pair.engine(inputs(8192, WIDTH, grad=True))
+        pair.engine.zero_grad()
+        pair.train(square(inputs(grad=True)), steps=1)
+
+
+def test_swap_files_for_activations_need_a_path() -> None:
+    with pytest.raises(PlanError, match="nvme_paths"):
+        offload.initialize(Stack(), {"device": "cpu", "placement": {"activations": "nvme"}})
+
+
+@pytest.mark.parametrize("activations", ["host", "nvme"])
+def test_nothing_is_left_of_an_engine_closed_in_between(activations: str, swap_folder: Path) -> None:
+    with nothing_left_of(swap_folder):
+        config = config_of(placed("sim", "nvme"), swap_folder, placement={"activations": activations})
+        engine = offload.initialize(Stack(), config)
+        loss = engine(inputs(256, WIDTH, grad=True)).square().sum()
+        engine.close()
+        with pytest.raises((OffloadError, RuntimeError)):
+            loss.backward()
+        del loss
 
 
 def test_auto_keeps_what_fits(swap_folder: Path) -> None:

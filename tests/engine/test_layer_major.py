@@ -399,7 +399,7 @@ def interrupt_once() -> None:
 
 @pytest.mark.parametrize("action", [fail, interrupt, interrupt_once], ids=["error", "two Ctrl-C", "Ctrl-C"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("case", NVME, ids=str)
+@pytest.mark.parametrize("case", NVME[1:], ids=str)
 def test_an_error_or_an_interrupt_ends_all_and_the_engine_goes_on(
     case: Case, where: str, action: Callable[[], None], swap_folder: Path
 ) -> None:
