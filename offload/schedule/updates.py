@@ -237,10 +237,16 @@ class Updates:
         self.settle_writes()
 
     def settle_writes(self) -> None:
-        """Waits for the writes of updates that have ended."""
+        """Waits for the writes of updates that have ended. Raises the first error of one."""
         with self._changed:
-            if not self._pending:
-                self._queue.drain()
+            if self._pending:
+                return
+        try:
+            self._queue.drain()
+        except Exception as error:
+            self._error = self._error or error
+            self._on_failure()
+            raise
 
     @property
     def idle(self) -> bool:
