@@ -8,9 +8,11 @@ and the other optimizers', are memory like the engine's: page-aligned, in huge p
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json as json_module
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -179,7 +181,9 @@ def _cases(elements: int, threads: int, quick: bool) -> tuple[list[_Case], list[
     notes: list[str] = []
     for name, make in (("torch fused + copies", _torch_fused), ("DeepSpeedCPUAdam + copies", _deepspeed)):
         try:
-            case = _with_copies(name, make, threads, elements)
+            # DeepSpeed's logger writes to what standard output was at its import; ours is for the report alone.
+            with contextlib.redirect_stdout(sys.stderr):
+                case = _with_copies(name, make, threads, elements)
         except Exception as error:  # a peer that is absent or does not build is no fault of ours
             cause = (str(error).splitlines() or [""])[0]
             notes.append(f"{name}: not measured ({type(error).__name__}: {cause})")
