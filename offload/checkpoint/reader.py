@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import zlib
 from bisect import bisect_right
@@ -16,12 +17,20 @@ from torch import Tensor
 from offload.checkpoint.errors import DamagedCheckpointError
 from offload.checkpoint.format import PIECE_LIMIT, open_regular, stored_planes
 from offload.checkpoint.manifest import Index, Manifest, Piece, read_index, read_manifest
+from offload.checkpoint.readahead import ReadAhead, make_pool
 from offload.checkpoint.save import BUFFER_PLANE
-from offload.checkpoint.tensorfile import Entry, read_header, read_into
+from offload.checkpoint.tensorfile import Entry, read_header
 from optimizer_cpu.formats import PlaneSpec
 from swap.geometry import format_bytes
 
+_OPEN_READERS = 2
+
 Allocate = Callable[[int], Tensor]
+
+
+def aligned(nbytes: int) -> Tensor:
+    """Uncharged memory on a page of its own, for readers outside an engine."""
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +63,11 @@ class Source:
         self.manifest: Manifest = read_manifest(directory)
         self.indices: list[Index] = []
         self._fds: list[int] = []
-        self._allocate = allocate or (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+        self._allocate = allocate or aligned
         self._pieces: dict[tuple[str, str], list[_Stored]] = {}
         self._cache: dict[str, tuple[_Stored, Tensor]] = {}
+        self._pool = make_pool()
+        self._readers: dict[int, ReadAhead] = {}
         try:
             if len(self.manifest.files) != self.manifest.world:
                 raise DamagedCheckpointError(
@@ -179,18 +190,24 @@ class Source:
 
     def _load(self, piece: _Stored, target: Tensor, what: str) -> None:
         data: memoryview = target.view(torch.uint8).numpy().data
-        fd, name = self._fds[piece.file], self.manifest.files[piece.file].name
-        path = self.directory / name
-        # The next bytes are on their way while these are checked and moved on.
-        os.posix_fadvise(fd, piece.start + piece.nbytes, 4 * piece.nbytes, os.POSIX_FADV_WILLNEED)
-        read_into(fd, data, piece.start, path)
-        os.posix_fadvise(fd, piece.start, piece.nbytes, os.POSIX_FADV_DONTNEED)
+        path = self.directory / self.manifest.files[piece.file].name
+        self._reader(piece.file).read(data, piece.start)
         if zlib.crc32(data) != piece.crc32:
             raise DamagedCheckpointError(
                 f"{path}: checksum mismatch in {what}, elements {piece.offset:,} to {piece.end:,} (bytes "
                 f"{piece.start:,} to {piece.start + piece.nbytes:,}): the file has changed since it was written; load "
                 "an older checkpoint by naming its directory"
             )
+
+    def _reader(self, file: int) -> ReadAhead:
+        """The reader of a file; others give their buffers up, since files are read one after another."""
+        reader = self._readers.get(file)
+        if reader is None:
+            while len(self._readers) >= _OPEN_READERS:
+                self._readers.pop(next(iter(self._readers))).close()
+            path = self.directory / self.manifest.files[file].name
+            reader = self._readers[file] = ReadAhead(self._fds[file], path, self._pool, self._allocate)
+        return reader
 
     def _cached(self, piece: _Stored, plane: str, what: str) -> Tensor:
         known = self._cache.get(plane)
@@ -238,6 +255,10 @@ class Source:
     def close(self) -> None:
         """Closes the files and gives the buffers up. Idempotent."""
         self._cache.clear()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+        self._pool.shutdown()
         while self._fds:
             os.close(self._fds.pop())
 

@@ -19,6 +19,7 @@ from offload.state import FlatState
 from offload.tiers import Tier
 from optimizer_cpu.formats import PlaneSpec
 from swap.geometry import PAGE, align_up
+from swap.tickets import Ticket
 
 CHUNK = 1 << 20
 """Elements of a region at most: a multiple of the granule of every plane."""
@@ -130,9 +131,13 @@ def fill(state: FlatState, region: Region, out: Tensor, scratch: Tensor) -> None
     by_plane: dict[str, list[Part]] = {}
     for part in region.parts:
         by_plane.setdefault(part.spec.name, []).append(part)
+    tickets: list[Ticket] = []
     for name, parts in by_plane.items():
         plane = plane_of(state, name)
-        if not _directly(plane, parts, out):
+        ticket = _directly(plane, parts, out)
+        if ticket is not None:
+            tickets.append(ticket)
+        else:
             lo = min(p.slot.offset + p.offset for p in parts)
             hi = max(p.slot.offset + p.offset + p.length for p in parts)
             begin, data = _bring(plane, lo, hi, scratch)
@@ -141,20 +146,21 @@ def fill(state: FlatState, region: Region, out: Tensor, scratch: Tensor) -> None
                 source = data[plane.spec.slice_of(position, position + part.length)]
                 out[part.at : part.at + part.nbytes].copy_(source.view(torch.uint8))
     out[region.used :].zero_()
+    for ticket in tickets:
+        ticket.wait()
 
 
-def _directly(plane: Plane, parts: list[Part], out: Tensor) -> bool:
-    """Reads a plane of a swap file straight to its place, if it is one piece between page bounds."""
+def _directly(plane: Plane, parts: list[Part], out: Tensor) -> Ticket | None:
+    """Starts to read a plane of a swap file straight to its place, if it is one piece between page bounds."""
     if plane.tier is not Tier.NVME or len(parts) != 1:
-        return False
+        return None
     part = parts[0]
     lo = part.slot.offset + part.offset
     hi = lo + part.length
     step = granule([plane.spec])
     if lo % step or (hi % step and hi != plane.elements) or part.at % PAGE:
-        return False
-    plane.read(lo, hi, out[part.at : part.at + part.nbytes].view(plane.spec.dtype))
-    return True
+        return None
+    return plane.submit_read(lo, hi, out[part.at : part.at + part.nbytes].view(plane.spec.dtype))
 
 
 def _bring(plane: Plane, lo: int, hi: int, scratch: Tensor) -> tuple[int, Tensor]:
