@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -80,6 +81,7 @@ def main(directory: str, blocks: int, width: int, tier: str) -> None:
         seconds[name] = time.perf_counter() - began
         return result
 
+    before = psutil.Process().memory_info().rss
     engine = build(blocks, width, tier, swap)
     x = torch.randn(2, width).bfloat16()
     engine.backward(engine(x))
@@ -95,6 +97,7 @@ def main(directory: str, blocks: int, width: int, tier: str) -> None:
         "checkpoint_bytes": saved.nbytes,
         "export_bytes": exported.nbytes,
         "seconds": seconds,
+        "resident_before": before,
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "disk": disk(root, min(2 << 30, max(64 << 20, saved.nbytes))),
     }
