@@ -154,6 +154,11 @@ class CheckpointAccess(StateAccess):
                     rng=self._boundary.rng(),
                     share=1.0 if wait else share,
                 )
+                if saver.tight and not wait:
+                    log.warning(
+                        "%s: memory.host has room for one buffer only, so the checkpoint is saved between steps", target
+                    )
+                    wait = True
                 saver.start()
                 if not wait:
                     for key, state in self._states.items():
@@ -173,7 +178,6 @@ class CheckpointAccess(StateAccess):
                     self._beside(saver, target, finish)
         except BaseException as error:
             unhook(list(self._states.values()))
-            self._clean_up(target)
             if isinstance(error, (OSError, BudgetError)) and not isinstance(error, CheckpointError):
                 raise _failed(target, error) from error
             raise
@@ -184,6 +188,7 @@ class CheckpointAccess(StateAccess):
         """Makes and locks the directory; returns the generation of the new files in it."""
         root.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(root))
+        stack.callback(_clean_up, target)  # while the directory is still locked
         remove_leftovers(root)
         target.mkdir(exist_ok=True)
         fsync_directory(root)
@@ -203,7 +208,6 @@ class CheckpointAccess(StateAccess):
                 finish()
             except BaseException as error:
                 running.error = error
-                self._clean_up(target)
                 log.error("%s", _failed(target, error))
             finally:
                 unhook(states)
@@ -211,12 +215,6 @@ class CheckpointAccess(StateAccess):
         running = _Running(saver, threading.Thread(target=run, name="offload-checkpoint", daemon=True))
         self._saving = running
         running.thread.start()
-
-    @staticmethod
-    def _clean_up(target: Path) -> None:
-        with contextlib.suppress(OSError):
-            if target.is_dir() and not is_complete(target):
-                remove_checkpoint(target)
 
     def checkpoint_bytes(self) -> int:
         """Bytes of the tensor files of a checkpoint of this engine."""
@@ -411,9 +409,9 @@ class CheckpointAccess(StateAccess):
                 f"load_checkpoint while {', '.join(busy[:3])} in use: leave gathered(), and end every forward and "
                 "backward, before it"
             )
+        self._settle_states()
         with self._lock, self._residency.lock, torch.no_grad():
             self._residency.drop_prefetched()
-            self._settle_states()
             self._begin_change()
             try:
                 yield
@@ -457,6 +455,13 @@ class CheckpointAccess(StateAccess):
         else:
             # Random states of another number of ranks: a new, defined beginning.
             seed_everything(self.config.seed, sum(counts), 0)
+
+
+def _clean_up(target: Path) -> None:
+    """Removes what a failed save left."""
+    with contextlib.suppress(OSError):
+        if target.is_dir() and not is_complete(target):
+            remove_checkpoint(target)
 
 
 def _failed(target: Path, error: BaseException) -> CheckpointSaveError:

@@ -80,6 +80,7 @@ class Buffers:
             try:
                 self.regional = [_take(memory, largest) for _ in range(min(count, max(1, len(self.regions))))]
                 self.scratch = [_take(memory, scratch) for _ in range(2)]
+                self.tight = count == 1 < len(self.regions)
                 return
             except BudgetError:
                 self.regional = self.scratch = []
@@ -142,6 +143,11 @@ class RankSaver:
             self._free.put(buffer)
         for scratch in self._held.scratch:
             self._scratch.put(scratch)
+
+    @property
+    def tight(self) -> bool:
+        """Whether the budget has room for one buffer only: beside training every step would wait for it."""
+        return self._held.tight
 
     @property
     def nbytes(self) -> int:

@@ -19,6 +19,7 @@ from tests.engine.common import (
     config_of,
     decoder,
     pairwise,
+    product,
     running,
     states_of,
     token_batches,
@@ -33,6 +34,7 @@ FACTORS: dict[str, list[Any]] = {
     "form": [("fp32", "fp32"), ("fp32", "bf16"), ("split", "bf16"), ("compact", "bf16"), ("fp32", "fp16")],
     "accumulate": [1, 3],
     "wait": [True, False],
+    "schedule": ["barrier", "deferred"],
 }
 
 
@@ -68,8 +70,22 @@ def disturb() -> None:
     torch.manual_seed(79)
 
 
-@pytest.mark.parametrize("row", pairwise(FACTORS), ids=lambda row: "-".join(str(v) for v in row.values()))
+def label(row: dict[str, Any]) -> str:
+    return "-".join(str(v) for v in row.values())
+
+
+@pytest.mark.parametrize("row", pairwise(FACTORS), ids=label)
 def test_four_steps_equal_two_and_two(tmp_path: Path, row: dict[str, Any]) -> None:
+    straight_equals_resumed(tmp_path, row, 2)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("row", list(product({**FACTORS, "device": ["cpu"], "accumulate": [2]})), ids=label)
+def test_twenty_steps_equal_ten_and_ten(tmp_path: Path, row: dict[str, Any]) -> None:
+    straight_equals_resumed(tmp_path, row, 10)
+
+
+def straight_equals_resumed(tmp_path: Path, row: dict[str, Any], half: int) -> None:
     state_format, dtype = row["form"]
     case = Case(
         device=row["device"],
@@ -80,31 +96,35 @@ def test_four_steps_equal_two_and_two(tmp_path: Path, row: dict[str, Any]) -> No
         dtype=dtype,
         delay=0.0,
     )
-    sections = {"optimizer": {"state_format": state_format}, "precision": {"loss_scale_window": 3}}
+    sections = {
+        "optimizer": {"state_format": state_format},
+        "precision": {"loss_scale_window": 3},
+        "schedule": {"optimizer_step": row["schedule"]},
+    }
     accumulate = row["accumulate"]
     model = decoder(wide=True, dropout=0.1)
     seed()
     with engine_for(copy.deepcopy(model), case, tmp_path, **sections) as engine:
-        expected = train(engine, 0, 4, accumulate=accumulate)
+        expected = train(engine, 0, 2 * half, accumulate=accumulate)
         states = states_of(engine)
     seed()
     with engine_for(copy.deepcopy(model), case, tmp_path, **sections) as engine:
-        found = train(engine, 0, 2, accumulate=accumulate)
-        saved = engine.save_checkpoint(tmp_path / "ck", data={"at": 2}, wait=row["wait"])
-        assert saved.step == 2 and saved.path.name == "step-00000002"
+        found = train(engine, 0, half, accumulate=accumulate)
+        saved = engine.save_checkpoint(tmp_path / "ck", data={"at": half}, wait=row["wait"])
+        assert saved.step == half and saved.path.name == f"step-{half:08d}"
         if not row["wait"]:
             # Beside training: the steps that go on must not reach the snapshot.
-            assert train(engine, 2, 4, accumulate=accumulate) == expected[2:]
+            assert train(engine, half, half + 2, accumulate=accumulate) == expected[half : half + 2]
             engine.wait_checkpoint()
     disturb()
     other = decoder(wide=True, dropout=0.1, seed=9)
     with engine_for(other, case, tmp_path, **sections) as engine:
         report = engine.load_checkpoint(tmp_path / "ck")
-        assert report.step == 2 and report.data == {"at": 2} and not report.converted
-        found += train(engine, 2, 4, accumulate=accumulate)
+        assert report.step == half and report.data == {"at": half} and not report.converted
+        found += train(engine, half, 2 * half, accumulate=accumulate)
         assert found == expected
         assert_states_equal(states_of(engine), states)
-        assert engine.counters()["steps"] + engine.counters()["skipped_steps"] == 4
+        assert engine.counters()["steps"] + engine.counters()["skipped_steps"] == 2 * half
 
 
 def test_a_partial_accumulation_is_dropped_and_replayed(tmp_path: Path) -> None:
