@@ -73,6 +73,7 @@ class _Trainer:
         self.config, self.recorder = config, run
         self.progress, self.interruption, self.resume = progress, interruption, resume
         self.checkpoints = RunCheckpoints(config, directory_of(config, run.path), progress.say)
+        self.evaluated_at = -1
         self.ready = False  # whether there is something that a checkpoint could save
         self.comparison = RunComparison(config, progress.say)
         self.timers = PhaseTimers()
@@ -100,18 +101,25 @@ class _Trainer:
             raise ConfigError(" ".join(str(error).split())) from error
         self.ready = True
         with self.interruption.polling():
-            if self.resume is None:
+            if self._evaluation_due(self.steps) and self.evaluated_at != self.steps:
                 self._evaluate(engine)
             for step in range(self.steps, settings.steps):
                 self._step(engine, step)
                 done = step + 1
-                if done == settings.steps or (settings.eval_interval and done % settings.eval_interval == 0):
+                if self._evaluation_due(done):
                     self._evaluate(engine)
                 if self.checkpoints.due(done):
                     with self.progress.phase("saving"), self.timers.phase("checkpoint"):
                         self.checkpoints.save(engine, done, self._position(), self._counts())
                 self.interruption.check()
         self.checkpoints.settle(engine)
+
+    def _evaluation_due(self, done: int) -> bool:
+        """Whether there is an evaluation after `done` steps."""
+        settings = self.config.train
+        if done in (0, settings.steps):
+            return True
+        return settings.eval_interval > 0 and done % settings.eval_interval == 0
 
     def _position(self) -> dict[str, Any]:
         """Where the data stand, and what they are: a batch depends on nothing else."""
@@ -129,6 +137,7 @@ class _Trainer:
         """What the summary of a resumed run goes on from."""
         return {
             "steps": self.steps,
+            "evaluated_at": self.evaluated_at,
             "tokens": self.tokens,
             "skipped_steps": self.skipped_steps,
             "step_seconds": self.step_seconds,
@@ -144,7 +153,7 @@ class _Trainer:
         counts = report.extra_state
         if isinstance(counts, dict) and counts.get("steps") == report.step:
             self.tokens, self.skipped_steps = int(counts["tokens"]), int(counts["skipped_steps"])
-            self.step_seconds = float(counts["step_seconds"])
+            self.step_seconds, self.evaluated_at = float(counts["step_seconds"]), int(counts["evaluated_at"])
             self.losses, self.eval_losses = list(counts["losses"]), list(counts["eval_losses"])
 
     def save_at_the_end(self) -> None:
@@ -270,6 +279,7 @@ class _Trainer:
                 losses.append(float(engine(**batch).loss))
         self.timers.end_step()
         self.eval_losses.append(sum(losses) / len(losses))
+        self.evaluated_at = self.steps
         self.recorder.record({"step": self.steps, "eval_loss": self.eval_losses[-1]})
         self.progress.say(f"held-out loss after {self.steps} steps: {self.eval_losses[-1]:.4f}")
 
