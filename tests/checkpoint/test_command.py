@@ -202,6 +202,20 @@ def test_a_run_whose_saves_fail_goes_on(tmp_path: Path, whole: Whole) -> None:
     assert tensors(tmp_path / "run") == whole[1]
 
 
+def test_a_run_starts_from_exported_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = ["train.steps=2", "train.eval_interval=0"]
+    first = ["train", *TINY, *few, "checkpoint.interval=2", "--run-dir", "first"]
+    assert CliRunner().invoke(main, first).exit_code == 0
+    assert CliRunner().invoke(main, ["convert", "first/checkpoints", "weights", "--json"]).exit_code == 0
+    result = CliRunner().invoke(main, ["train", *TINY, *few, "model.weights=weights", "--run-dir", "second"])
+    assert result.exit_code == 0, result.stderr
+    before, after = records(tmp_path / "first"), records(tmp_path / "second")
+    assert before[-1]["eval_loss"] == after[0]["eval_loss"] != before[0]["eval_loss"]
+    result = CliRunner().invoke(main, ["train", *TINY, "model.weights=absent", "--run-dir", "third"])
+    assert result.exit_code == 2 and "no such file" in result.stderr and not (tmp_path / "third").exists()
+
+
 def test_resume_of_what_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main, ["train", *TINY, "--resume", str(tmp_path / "none"), "--run-dir", str(tmp_path / "r")]
