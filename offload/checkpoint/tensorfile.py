@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from offload.checkpoint.errors import DamagedCheckpointError
-from offload.checkpoint.format import DTYPE_NAMES, DTYPES, HEADER_LIMIT, parse_json, shape_of
+from offload.checkpoint.format import DTYPE_NAMES, DTYPES, HEADER_LIMIT, integer, parse_json, shape_of
 from swap.geometry import PAGE, align_up
 
 _EMPTY = 1 << 20
@@ -77,7 +77,7 @@ def _entry(where: str, value: Any, begin: int) -> Entry:
     if not isinstance(name, str) or name not in DTYPES:
         raise DamagedCheckpointError(f"{where}: unknown dtype {name!r:.40}")
     shape, numel = shape_of(value["shape"], where)
-    span, _ = shape_of(offsets, where)
+    span = [integer(offset, where) for offset in offsets] if isinstance(offsets, list) else []
     if len(span) != 2 or span[1] - span[0] != numel * DTYPES[name].itemsize:
         raise DamagedCheckpointError(f"{where}: {numel:,} elements of {name} do not take bytes {offsets!r:.60}")
     return Entry(dtype=DTYPES[name], shape=shape, start=begin + span[0], nbytes=span[1] - span[0])

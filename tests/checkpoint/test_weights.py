@@ -163,6 +163,26 @@ def test_hostile_headers(tmp_path: Path, name: str) -> None:
         TensorFiles(broken(tmp_path, *BAD[name]))
 
 
+def test_files_of_many_gigabytes(tmp_path: Path) -> None:
+    """Sparse, so that only offsets are large."""
+    from offload.checkpoint.weights import TensorFiles
+
+    size = 5 << 30
+    header = json.dumps(
+        {
+            "a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+            "b": {"dtype": "U8", "shape": [16], "data_offsets": [size, size + 16]},
+        }
+    ).encode()
+    path = broken(tmp_path, header)
+    with open(path, "r+b") as file:
+        file.truncate(8 + len(header) + size)
+        file.seek(0, 2)
+        file.write(bytes(range(16)))
+    with TensorFiles(path) as files:
+        assert files.read("b", 0, 16).tolist() == list(range(16))
+
+
 def test_hostile_directories(tmp_path: Path) -> None:
     from offload.checkpoint.weights import TensorFiles
 
