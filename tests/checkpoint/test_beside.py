@@ -125,10 +125,10 @@ def test_without_room_it_is_saved_between_steps(tmp_path: Path, caplog: pytest.L
         with budget.reserve("host", "others", limit - budget.used("host") - left), caplog.at_level(logging.WARNING):
             saved = engine.save_checkpoint(tmp_path / "ck", wait=False)
         assert saved.complete and "between steps" in caplog.text
-        with budget.reserve("host", "others", limit - budget.used("host") - 4096):
-            engine._memory.trim()
-            with pytest.raises(CheckpointSaveError, match=r"memory\.host"):
-                engine.save_checkpoint(tmp_path / "ck")
+        engine._memory.trim()
+        rest = limit - budget.used("host") - 4096
+        with budget.reserve("host", "others", rest), pytest.raises(CheckpointSaveError, match=r"memory\.host"):
+            engine.save_checkpoint(tmp_path / "ck")
         train(engine)
 
 
