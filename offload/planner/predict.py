@@ -23,8 +23,6 @@ from optimizer_cpu.formats import StateFormat
 
 UNIT_SECONDS = 1.5e-3
 """Hooks, leases and views of one unit in one direction."""
-HEAP_SLACK = 1.06
-"""What the heap takes for a byte of activations: freed blocks that it has not given back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +236,7 @@ def _workspace(setting: Setting) -> int:
     if setting.recompute:
         # Boundaries of all units, and one unit's own activations at a time.
         inner = shapes.kept // max(1, len(course.visits))
-        alive = held * shapes.boundaries + inner + (shapes.peak - shapes.kept)
+        alive = held * shapes.boundaries + inner + (shapes.heap - shapes.kept)
     else:
-        alive = (held - 1) * shapes.kept + shapes.peak
-    return int(setting.base + setting.buffers + HEAP_SLACK * alive)
+        alive = (held - 1) * shapes.kept + shapes.heap
+    return setting.base + setting.buffers + alive

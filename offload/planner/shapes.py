@@ -17,9 +17,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from offload.errors import OffloadError
+from offload.planner.heap import heap_peak
 from offload.units import UnitSpec
 
 
@@ -58,7 +63,8 @@ class StepShapes:
 
     `forward` and `backward` count each kind of operation; `forward_by_unit` is the part of forward's FLOPs and bytes
     under each unit's root. `kept`: bytes alive after forward (what autograd saved, outputs); `peak`: the largest number
-    at any time, without parameters and their gradients; `boundaries`: bytes of the units' outputs.
+    at any time, without parameters and their gradients; `boundaries`: bytes of the units' outputs;
+    `heap`: the most bytes that the heap takes for it all, with what it keeps of freed blocks.
     """
 
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -68,6 +74,7 @@ class StepShapes:
     visits: list[list[int]] = field(default_factory=list)
     kept: int = 0
     peak: int = 0
+    heap: int = 0
     boundaries: int = 0
     tokens: int = 0
 
@@ -84,6 +91,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shapes, self.counts = shapes, shapes.forward
         self.unit: int | None = None
         self.alive = self.peak = 0
+        self.events: list[tuple[int, int]] = []
+        """Allocations (number, bytes) and their ends (number, -1)."""
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -108,10 +117,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nbytes = storage.nbytes()
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._forget, storage._cdata, nbytes)
+        number = len(self.events)
+        self.events.append((number, nbytes))
+        weakref.finalize(storage, self._forget, storage._cdata, number, nbytes)
 
-    def _forget(self, key: int, nbytes: int) -> None:
+    def _forget(self, key: int, number: int, nbytes: int) -> None:
         self._known.discard(key)
+        self.events.append((number, -1))
         self.alive -= nbytes
 
     def ignore(self, tensor: Tensor) -> None:
@@ -194,7 +206,7 @@ def trace_step(
             f"{type(model).__name__} cannot be traced without its numbers ({type(error).__name__}: {first}); the plan "
             "needs shapes that do not depend on values"
         ) from error
-    shapes.peak = recorder.peak
+    shapes.peak, shapes.heap = recorder.peak, heap_peak(recorder.events)
     return shapes
 
 

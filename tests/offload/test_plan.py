@@ -19,6 +19,7 @@ from offload.cli import main
 from offload.config import load_config
 from offload.models import Llama, LlamaConfig
 from offload.planner.floors import PHASES, Rates, Work, disk_seconds, floor_of
+from offload.planner.heap import Heap, heap_peak
 from offload.planner.machine import Disk, measure_operations
 from offload.planner.settings import layer_major, schedule_of
 from offload.planner.shapes import trace_step
@@ -130,7 +131,7 @@ def test_shapes_of_a_step() -> None:
     attention = 4 * 2 * 12 * 12 * 24 * 3
     assert shapes.flops(shapes.forward) == 2 * matrices * 24 + attention
     assert 2 * shapes.flops(shapes.forward) <= shapes.flops(shapes.backward) <= 2.6 * shapes.flops(shapes.forward)
-    assert 0 < shapes.boundaries < shapes.kept < shapes.peak
+    assert 0 < shapes.boundaries < shapes.kept < shapes.peak <= shapes.heap
     costs = measure_operations(shapes.operations, device=torch.device("cpu"), stream=1e9, repeats=1)
     assert set(costs.seconds) == set(shapes.operations) and costs.total(shapes.backward) > 0
 
@@ -232,3 +233,31 @@ def test_the_command(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tight = CliRunner().invoke(main, ["plan", "small.toml", "memory.nvme=1MiB"])
     assert tight.exit_code == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["small.toml"]
+
+
+def test_the_heap_keeps_what_is_freed_below_its_top() -> None:
+    heap = Heap()
+    for name in range(3):
+        heap.take(name, 1 << 20)
+    heap.give(1)
+    heap.take(3, 1 << 19)  # carved from what 1 left
+    heap.take(4, 1 << 20)  # does not fit there
+    assert heap.top == 4 << 20 and heap.peak == 4 << 20
+    heap.take(5, 64 << 20)
+    heap.give(5)
+    assert heap.apart == 0 and heap.peak == 68 << 20
+    for name in (0, 2, 3, 4):
+        heap.give(name)
+    heap.take(6, 4 << 20)  # neighbours were joined
+    heap.take(7, 5 << 20)
+    assert heap.top == 9 << 20
+    heap.take(8, 100)
+    assert heap.top == (9 << 20) + 128
+    heap.give(8)
+    heap.give(9)
+
+
+def test_the_peak_of_a_sequence() -> None:
+    events = [(0, 8 << 20), (1, 8 << 20), (0, -1), (2, 4 << 20), (3, 6 << 20), (1, -1), (2, -1), (3, -1)]
+    assert heap_peak(events, repeats=1) == 22 << 20
+    assert heap_peak(events) >= 22 << 20
