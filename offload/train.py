@@ -215,24 +215,28 @@ class _Trainer:
         count = self.config.train.micro_batches
         start = time.perf_counter()
         lr = engine.optimizer.param_groups[0]["lr"]
-        losses, tokens = [], 0
-        for micro_batch in range(count):
-            self.interruption.check()
-            batch = self.data.train_batch(step, micro_batch)
-            tokens += batch["input_ids"].numel()
+        batches = [self.data.train_batch(step, micro_batch) for micro_batch in range(count)]
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        if count > 1 or engine.config.schedule.optimizer_step == "eager":
+            # Only here may units serve all micro-batches at once, or be updated during backward.
+            with self.timers.phase("micro-batches and step"):
+                result = engine.train_batch(batches, self._loss_of)
+            mean_loss = float(result.loss or 0.0)
+        else:
             with self.timers.phase("forward"):
-                loss = engine(**batch).loss
+                loss = engine(**batches[0]).loss
             with self.timers.phase("backward"):
-                engine.backward(loss / count)
-            losses.append(float(loss.detach()))
-        with self.timers.phase("optimizer"):
-            result = engine.step()
+                engine.backward(loss)
+            mean_loss = float(loss.detach())
+            del loss
+            with self.timers.phase("optimizer"):
+                result = engine.step()
         seconds = time.perf_counter() - start
         self.timers.end_step()
         self.steps += 1
         self.tokens += tokens
         self.step_seconds += seconds
-        self.losses.append(sum(losses) / count)
+        self.losses.append(mean_loss)
         before, self.moved = self.moved, self._moved(engine)
         moved = {name: self.moved[name] - before[name] for name in MOVED}
         self.comparison.note(seconds, moved, engine)
@@ -282,6 +286,11 @@ class _Trainer:
         self.evaluated_at = self.steps
         self.recorder.record({"step": self.steps, "eval_loss": self.eval_losses[-1]})
         self.progress.say(f"held-out loss after {self.steps} steps: {self.eval_losses[-1]:.4f}")
+
+    def _loss_of(self, outputs: Any, _batch: Any) -> torch.Tensor:
+        self.interruption.check()  # a step of many micro-batches may be long
+        loss: torch.Tensor = outputs.loss
+        return loss
 
     def _resources(self, engine: offload.Engine) -> dict[str, Any]:
         """Bytes in use by tier, resident memory, and with tracing the seconds in which each resource worked so far."""

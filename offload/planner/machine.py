@@ -24,19 +24,24 @@ KERNEL_ELEMENTS = 4 << 20
 LINK_BYTES = 64 << 20
 LARGEST_OPERATION = 768 << 20
 """Bytes of arguments and results above which an operation is estimated instead of run."""
+EVICTED = 96 << 20
+"""Bytes that go through the caches before a matrix product is timed."""
 _CALL_SECONDS = 6e-6
 """Python and dispatch around one operation, beyond what running it by itself takes."""
 
 
-def median_seconds(call: Callable[[], object], *, repeats: int = 3, warm: int = 1) -> float:
-    """Median wall time of `call` after `warm` untimed ones."""
-    for _ in range(warm):
-        call()
+def median_seconds(
+    call: Callable[[], object], *, repeats: int = 3, warm: int = 1, before: Callable[[], object] | None = None
+) -> float:
+    """Median wall time of `call` after `warm` untimed ones; `before` runs, untimed, before each."""
     found = []
-    for _ in range(repeats):
+    for number in range(warm + repeats):
+        if before is not None:
+            before()
         start = time.perf_counter()
         call()
-        found.append(time.perf_counter() - start)
+        if number >= warm:
+            found.append(time.perf_counter() - start)
     return statistics.median(found)
 
 
@@ -92,8 +97,9 @@ def measure_operations(
     """
     seconds: dict[str, float] = {}
     left: list[Operation] = []
+    evict = torch.zeros(EVICTED // 4) if device.type == "cpu" else None
     for operation in operations.values():
-        found = None if operation.nbytes > LARGEST_OPERATION else _timed(operation, device, repeats)
+        found = None if operation.nbytes > LARGEST_OPERATION else _timed(operation, device, repeats, evict)
         if found is None:
             left.append(operation)
         else:
@@ -107,7 +113,10 @@ def measure_operations(
     return OperationCosts(seconds=seconds, flops_per_s=rate)
 
 
-def _timed(operation: Operation, device: torch.device, repeats: int) -> float | None:
+def _timed(operation: Operation, device: torch.device, repeats: int, evict: torch.Tensor | None) -> float | None:
+    """Seconds of an operation, None if it does not run. A matrix product reads weights that no cache holds: before it
+    `evict` is passed through the caches.
+    """
     try:
         args, kwargs = tree_map(lambda leaf: _made(leaf, device), operation.arguments)
 
@@ -117,7 +126,8 @@ def _timed(operation: Operation, device: torch.device, repeats: int) -> float | 
                 torch.cuda.synchronize(device)
 
         with torch.no_grad():
-            return median_seconds(call, repeats=repeats)
+            before = (lambda: evict.add_(1.0)) if evict is not None and operation.flops else None
+            return median_seconds(call, repeats=repeats, before=before)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return None
 

@@ -164,6 +164,8 @@ def predict(setting: Setting, speeds: Speeds) -> Prediction:
         link = max(together.to_device, together.from_device) / (speeds.rates.link or float("inf"))
         lead = _lead(setting, speeds, names)
         resource, longest = binding({"compute": cpu, "disk": disk, "link": link})
+        if resource == "compute" and "optimizer" in names and 2 * seconds["optimizer"] > cpu:
+            resource = "memory"  # the cores mostly wait for it
         windows[" + ".join(names)] = longest + lead
         busiest[resource] = busiest.get(resource, 0.0) + longest + lead
     total = sum((work[name] for name in PHASES), Work())
