@@ -233,7 +233,7 @@ class Binding:
                 if gradient is not None and binding is not None and owner is not None:
                     binding._on_gradient(owner, gradient)
                     if binding.visitor is not None:
-                        binding.visitor.gradient_added(unit, name, nested=binding._nested)
+                        binding.visitor.gradient_added(unit, name, nested=binding.nested)
             finally:
                 if binding is not None:
                     binding._turn.give()
@@ -407,7 +407,7 @@ class Binding:
         return task
 
     @property
-    def _nested(self) -> bool:
+    def nested(self) -> bool:
         """Whether the running backward was started within another one."""
         tasks = self._activity().tasks
         return bool(tasks) and tasks[0] in self._tasks and tasks[0] != torch._C._current_graph_task_id()

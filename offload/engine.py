@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from offload.batches import BatchTraining
 from offload.binding import Binding
 from offload.build import Blueprint, build_units, draw_up, move_buffers, open_memory
 from offload.checkpoint.access import CheckpointAccess
@@ -31,13 +32,12 @@ from offload.lifecycle import TRANSITIONS, Status
 from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import Loader, SlotQueue
-from offload.randomness import seed_everything
 from offload.residency import Residency, Unit
 from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
 from offload.schedule.activations import open_activations
 from offload.schedule.choice import choose_schedule
-from offload.schedule.micro_batches import LossFn, MicroBatches, Runner
+from offload.schedule.micro_batches import Runner
 from offload.schedule.updates import UnitUpdate, Updates
 from offload.state import FlatState, Update
 from offload.step import uninterrupted
@@ -60,7 +60,7 @@ def _close_forgotten() -> None:
             engine.close()
 
 
-class Engine(CheckpointAccess):
+class Engine(BatchTraining, CheckpointAccess):
     """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme.
 
     Made by `offload.initialize`.
@@ -224,6 +224,9 @@ class Engine(CheckpointAccess):
                 f"{record.name}: a gradient arrived after clip_grad_norm_(); clip once, after the last backward"
             )
         self._boundary.crossed = True
+        eager = self._eager
+        if eager is not None:
+            eager.check(record)
         with self._lock:
             if self._last_unit is not None and self._last_unit != record.unit:
                 self._rest_gradients(self._last_unit)
@@ -232,6 +235,8 @@ class Engine(CheckpointAccess):
             state.wait_update()
             assert state.gradients is not None
             state.gradients.add(record.name, gradient, self._gradient_queue)
+        if eager is not None:
+            eager.arrived(record, nested=self._binding.nested)
 
     def _rest_gradients(self, index: int) -> None:
         """Another unit's gradients arrive: those of unit `index` go to where they rest."""
@@ -438,56 +443,6 @@ class Engine(CheckpointAccess):
                 )
             hypers[record.name] = made[key]
         return hypers
-
-    def train_batch(self, micro_batches: Iterable[Any], loss_fn: LossFn | None = None) -> StepResult:
-        """Forward and backward of all micro-batches of one optimizer step, then the step.
-
-        A micro-batch is a dict (keyword arguments), a tuple (arguments) or a tensor. `loss_fn(outputs, micro_batch)`
-        gives a loss to average over the micro-batches (default: `outputs.loss`), or a pair (sum of losses, number of
-        target tokens), which are averaged over all tokens of the step. Before each micro-batch the global generators
-        are seeded from (seed, step, micro-batch). After an exception the gradients of the whole step are forgotten.
-
-        Raises:
-            ValueError: no micro-batch, no loss to be found, or token counts for some micro-batches only.
-            GradientError: gradients of an earlier backward are held; step or zero_grad first.
-        """
-        self._check("train_batch was called")
-        batches = list(micro_batches)
-        if not batches:
-            raise ValueError("train_batch needs at least one micro-batch")
-        if self._held():
-            raise GradientError(
-                "train_batch was called with gradients of an earlier backward: step() or zero_grad() first"
-            )
-        try:
-            total = self._accumulate(batches, loss_fn)
-        except BaseException:
-            if self._status is Status.READY:
-                self.zero_grad()
-            raise
-        result = self.step()
-        return StepResult(
-            stepped=result.stepped,
-            skipped_reason=result.skipped_reason,
-            grad_norm=result.grad_norm,
-            loss_scale=result.loss_scale,
-            loss=total,
-        )
-
-    def _accumulate(self, batches: Sequence[Any], loss_fn: LossFn | None) -> float:
-        """Forward and backward of all micro-batches; returns the mean loss."""
-        step = self._step_count + self._skipped_steps
-        work = MicroBatches(
-            batches,
-            loss_fn,
-            forward=self,
-            backward=self.backward,
-            seed=lambda k: seed_everything(self.config.seed, step, k),
-        )
-        loss, tokens = self._runner.run(work)
-        # The number of tokens is only known at the end, so it divides the sum of the gradients, in the kernel.
-        self._clip_factor /= tokens
-        return loss
 
     # Reports
 

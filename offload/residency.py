@@ -131,6 +131,8 @@ class Residency:
         self.closed = False
         self.updates: Updates | None = None
         """Updates of resting weights that are pending: a unit's is carried out before the unit is used."""
+        self.on_rest: Callable[[Unit], None] | None = None
+        """Called when a unit has come to rest, under the lock."""
         self.persist: Callable[[Unit, list[ParameterRecord]], None] | None = None
         """Called before a unit is closed, with the parameters that were written in place while it was open."""
         self.reclaim: Callable[[Unit | None], bool] | None = None
@@ -316,6 +318,8 @@ class Residency:
         _show_stubs(unit)
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
+        if self.on_rest is not None:
+            self.on_rest(unit)
 
     def refresh(self, unit: Unit) -> None:
         """After the resting weights changed: no copy on the device keeps the old values."""

@@ -17,14 +17,14 @@ from offload.residency import Phase, Unit
 
 
 class EagerStep:
-    """One step of `count` micro-batches. `update(unit)` decides on a unit's update."""
+    """One step of `count` micro-batches. `update(unit)` decides on a unit's update, or says that it cannot yet."""
 
     def __init__(
         self,
         units: Mapping[int, Unit],
         expected: Iterable[ParameterRecord],
         count: int,
-        update: Callable[[Unit], None],
+        update: Callable[[Unit], bool],
     ) -> None:
         """`expected`: the parameters that may get a gradient."""
         self._units, self._count, self._update = units, count, update
@@ -61,5 +61,5 @@ class EagerStep:
         final = unit.index in self._left and self._left[unit.index] == 0
         if not final or unit.index in self._unclear or unit.index in self.updated or unit.phase is not Phase.RESTING:
             return
-        self.updated.add(unit.index)
-        self._update(unit)
+        if self._update(unit):
+            self.updated.add(unit.index)

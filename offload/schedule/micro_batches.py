@@ -72,6 +72,14 @@ class MicroBatches:
             return self._forward(*batch)
         return self._forward(batch)
 
+    def tokens(self) -> int | None:
+        """What the gradients are to be divided by: the number of target tokens where they are counted, else 1; None as
+        long as it is not known.
+        """
+        if len(self._tokens) < len(self._batches):
+            return None
+        return sum(count or 0 for count in self._tokens.values()) or 1
+
     def result(self) -> tuple[float, int]:
         """(mean loss, 1) or, with token counts, (mean loss over all tokens, their number)."""
         total = 0.0

@@ -236,6 +236,13 @@ class Updates:
             raise fresh(self._error)
         self.settle_writes()
 
+    def wait_for(self, most: int) -> None:
+        """Waits until at most `most` updates are pending. Raises the error of one that it waited for."""
+        while len(self._pending) > most:
+            update = next(iter(self._pending.values()), None)
+            if update is not None:
+                update.wait()
+
     def settle_writes(self) -> None:
         """Waits for the writes of updates that have ended. Raises the first error of one."""
         with self._changed:
