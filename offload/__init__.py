@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from offload.initialization import empty_init
     from offload.planner.plan import plan
     from offload.results import MemoryReport, StepResult
+    from offload.schedule.loss import chunked_cross_entropy
 
 __all__ = [
     "CheckpointError",
@@ -38,6 +39,7 @@ __all__ = [
     "StepResult",
     "UnsupportedModelError",
     "Weights",
+    "chunked_cross_entropy",
     "empty_init",
     "initialize",
     "load_config",
@@ -64,6 +66,7 @@ _HOMES = {
     "plan": "offload.planner.plan",
     "MemoryReport": "offload.results",
     "StepResult": "offload.results",
+    "chunked_cross_entropy": "offload.schedule.loss",
 }
 
 

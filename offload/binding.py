@@ -33,6 +33,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from offload.binding_recompute import Root, Visit, repeatable_arguments
 from offload.binding_saved import SavedTensors, WeightHandle, pop_hooks, top_pair
+from offload.binding_uses import Use
 from offload.calls import RootHook, distinct_tensors, module_call, on_stack
 from offload.errors import OffloadError, StaleWeightsError
 from offload.parameters import ParameterRecord, record_of
@@ -65,7 +66,7 @@ class _Frame:
         self.acquired: list[Unit] = []
         self.hooks: saved_tensors_hooks | None = None
         self.foreign = False  # whether hooks of the user lie below ours
-        self.use: _Use | None = None
+        self.use: Use | None = None
         self.visit: Visit | None = None
 
 
@@ -84,85 +85,11 @@ class _Local(threading.local):
     activity: _Activity | None = None
 
 
-class _Use:
-    """One forward of a root, whose backward may come any number of times. The graph keeps it alive.
-
-    Hooks on leaves outlive the graph, so they are removed with it and do not hold it.
-    """
-
-    __slots__ = ("__weakref__", "_binding", "_counts", "_entered", "_handles", "_nodes", "units", "visit")
-
-    def __init__(self, binding: Binding, units: Sequence[Unit], inputs: Sequence[Tensor]) -> None:
-        self._binding, self.units = binding, units
-        self.visit: weakref.ref[Visit] | None = None
-        self._counts: dict[int, list[int]] = {}
-        self._handles: list[Any] = []
-        self._nodes: list[Any] = []
-        self._entered = {id(t): t.grad_fn for t in inputs}
-        if not inputs:
-            return
-        this = weakref.ref(self)
-
-        def arrived(_gradient: Tensor) -> None:
-            use = this()
-            if use is not None:
-                use._input_arrived()
-
-        if len(inputs) > 1:
-            self._nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in inputs]
-        for tensor in inputs:
-            handle = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
-            _put_first(tensor, handle)
-            if tensor.grad_fn is None:
-                self._handles.append(handle)
-
-    def expect(self, output: Any) -> None:
-        """Begins the backward as soon as a gradient reaches one of the tensors in `output`."""
-        for tensor in distinct_tensors(output):
-            node = tensor.grad_fn
-            # A leaf, or an input handed through as it is, has no node of the unit's own; unpacking covers it.
-            if node is not None and self._entered.get(id(tensor)) is not node:
-                tensor.register_hook(self.begin)  # type: ignore[no-untyped-call]
-
-    def begin(self, _gradient: Tensor) -> None:
-        self._binding._begin_backward(self)
-
-    def _input_arrived(self) -> None:
-        if self._nodes:
-            graph_id = torch._C._current_graph_task_id()
-            with self._binding.lock:
-                if graph_id not in self._counts:
-                    # An input that this backward does not reach gets no gradient to wait for.
-                    expected = sum(map(torch._C._will_engine_execute_node, self._nodes))
-                    self._counts[graph_id] = [expected]
-                count = self._counts[graph_id]
-                count[0] -= 1
-                if count[0] > 0:
-                    return
-                del self._counts[graph_id]
-        self._binding._end_backward(self)
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-def _put_first(tensor: Tensor, handle: Any) -> None:
-    """Makes a hook the first of its tensor: the unit that used it is let go before the one that made it is leased."""
-    hooks = tensor._backward_hooks
-    if hooks is not None and len(hooks) > 1 and handle.id in hooks:
-        rest = [(key, hook) for key, hook in hooks.items() if key != handle.id]
-        own = hooks[handle.id]
-        hooks.clear()  # torch keeps this very dictionary
-        hooks[handle.id] = own
-        hooks.update(rest)
-
-
 class Binding:
     """Hooks on the roots of an engine's units and on its trainable parameters."""
 
     def __init__(
-        self, residency: Residency, on_gradient: Callable[[ParameterRecord, Tensor], None], prefetch_units: int
+        self, residency: Residency, on_gradient: Callable[[ParameterRecord, Tensor], None], prefetch_units: int | None
     ) -> None:
         self._residency = residency
         self._on_gradient = on_gradient
@@ -307,7 +234,7 @@ class Binding:
         if not in_backward and root is not None:
             frame.visit = self._visit(activity, root, args, kwargs)
         frame.hooks = self._saved.enter(None if frame.visit is None else frame.visit.pack)
-        frame.use = _Use(self, units, distinct_tensors((args, kwargs)))
+        frame.use = Use(self, units, distinct_tensors((args, kwargs)))
 
     def _below_foreign_hooks(self, activity: _Activity) -> bool:
         """Whether saved-tensor hooks that are not ours are in force."""
@@ -445,7 +372,7 @@ class Binding:
             self._leave_dead_frames(activity, sys._getframe(1))
 
     @staticmethod
-    def _prefetch_inputs(use: _Use) -> None:
+    def _prefetch_inputs(use: Use) -> None:
         visit = None if use.visit is None else use.visit()
         if visit is not None:
             visit.prefetch()
@@ -453,7 +380,7 @@ class Binding:
             if before is not None:
                 before.prefetch()
 
-    def _begin_backward(self, use: _Use) -> None:
+    def begin_backward(self, use: Use) -> None:
         if self.visitor is not None:
             self.visitor.reaching(use.units)
         self._prefetch_inputs(use)
@@ -475,7 +402,7 @@ class Binding:
             self._residency.acquire(unit, task)
         task.leases[unit.index][1].add(use)
 
-    def _end_backward(self, use: _Use) -> None:
+    def end_backward(self, use: Use) -> None:
         visit = None if use.visit is None else use.visit()
         if visit is not None:
             visit.drop()
@@ -634,11 +561,16 @@ class Binding:
         # for itself in the recompute, and must then see the weights as it saw them within the unit's forward.
         outer = top_pair()
         checkpointed = outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint"
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self.visitor is not None and not in_backward and units:
+            self.visitor.entering(units, graded=torch.is_grad_enabled())
         with contextlib.ExitStack() as stack:
             for unit in units:
                 self._join_backward(unit)
                 stack.callback(self._residency.release, unit, holder)
                 self._residency.acquire(unit, holder, opened=True)
+            if self.visitor is not None:
+                self.visitor.leased(units)
             if not checkpointed:
                 stack.callback(pop_hooks, self._saved.enter())
             yield

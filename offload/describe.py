@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from offload.layout import UnitLayout
 from offload.placement import bytes_of
+from offload.prefetch import MOST
 from offload.schedule.choice import Schedule
 from offload.tiers import Tier, TierMemory
 from swap.geometry import format_bytes
@@ -44,13 +45,16 @@ def placement_table(blueprint: Blueprint, memory: TierMemory, schedule: Schedule
             of = "" if limit is None else f" of {format_bytes(limit)}"
             lines.append(f"{tier!s:7} {format_bytes(sum(kinds.values()))}{of}: {parts}")
     plan = blueprint.plan
+    wanted = blueprint.config.schedule.prefetch_units
+    depth = f"by time, at most {MOST} units" if wanted == "auto" else f"{wanted} unit{'s' if wanted != 1 else ''}"
     lines.append(
         f"staging {plan.staging // plan.slot_bytes} x {format_bytes(plan.slot_bytes)} "
         f"({plan.chunk:,} elements a chunk), "
-        f"prefetch {blueprint.prefetch} unit{'s' if blueprint.prefetch != 1 else ''}"
+        f"prefetch {depth}"
     )
     lines.append(f"optimizer step: {schedule.name} ({schedule.reason})")
-    lines.append(f"micro-batches of a step: {order}")
+    activations = blueprint.config.placement.activations
+    lines.append(f"micro-batches of a step: {order}, activations: {activations}")
     if memory.store is not None:
         direct = (
             "direct"

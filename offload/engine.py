@@ -37,6 +37,7 @@ from offload.results import MemoryReport, StepResult
 from offload.scaler import LossScaler
 from offload.schedule.activations import open_activations
 from offload.schedule.choice import choose_schedule
+from offload.schedule.loss import set_loss_chunk
 from offload.schedule.micro_batches import Runner
 from offload.schedule.updates import UnitUpdate, Updates
 from offload.state import FlatState, Update
@@ -115,7 +116,8 @@ class Engine(BatchTraining, CheckpointAccess):
         return {record.name: record for record in ordered}
 
     def _bind(self, blueprint: Blueprint, units: Sequence[Unit]) -> Binding:
-        binding = Binding(self._residency, self._gradient_arrived, blueprint.prefetch)
+        depth = self.config.schedule.prefetch_units
+        binding = Binding(self._residency, self._gradient_arrived, None if depth == "auto" else depth)
         for spec in blueprint.specs:
             own = [units[spec.index], *(units[i] for i in spec.borrows)]
             binding.attach(spec.root, own, repeatable=spec.kind != "container")
@@ -123,6 +125,7 @@ class Engine(BatchTraining, CheckpointAccess):
             if record.parameter.requires_grad:
                 binding.watch(record)
         binding.activations = open_activations(blueprint, self._residency)
+        set_loss_chunk(self.module, self.config.schedule.loss_chunk)
         self._runner = Runner(self.module, binding, self._residency, self.config.schedule.micro_batch_order)
         return binding
 

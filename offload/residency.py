@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ from offload.tiers import Tier, TierMemory
 from swap.devices import DeviceOutOfMemory
 from swap.errors import BudgetError
 from swap.tickets import Ticket
+
+_NOTHING = 1e-4  # seconds that a wait for what is there already may take
 
 
 class Phase(enum.Enum):
@@ -91,6 +94,9 @@ class Unit:
     holders: dict[object, bool] = field(default_factory=dict)
     """Who holds a lease, and whether the parameters are open, which means plain, for that holder."""
     loads: int = 0
+    load_seconds: float = 0.0
+    """What loading it took the last time, as far as is known: an upper bound where nobody had to wait for it."""
+    _started: float = 0.0
     views: dict[int, int] = field(default_factory=dict)
     """Address of a live Storage -> index of the flat it holds."""
 
@@ -272,10 +278,12 @@ class Residency:
             self._drop_buffers(unit)
             raise
         unit.change(Phase.LOADING)
+        unit._started = time.monotonic()
         if unit.load_bytes:
             unit.loads += 1
 
     def _finish(self, unit: Unit) -> None:
+        asked = time.monotonic()
         try:
             for flat in unit.flats:
                 if flat.completion is not None:
@@ -286,6 +294,10 @@ class Residency:
             self._abandon(unit)
             raise
         unit.change(Phase.RESIDENT)
+        now = time.monotonic()
+        waited = now - asked > _NOTHING
+        if unit.load_bytes and (waited or unit.load_seconds == 0.0 or now - unit._started < unit.load_seconds):
+            unit.load_seconds = now - unit._started
         for index, flat in enumerate(unit.flats):
             tensor = flat.plane.tensor if flat.fixed else flat.buffer
             assert tensor is not None

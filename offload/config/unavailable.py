@@ -16,8 +16,6 @@ def unavailable(config: Config, environ: Mapping[str, str]) -> list[str]:
     def refuse(key: str, value: object, remedy: str) -> None:
         problems.append(f"{key} = {value!r}: not in this version; {remedy}")
 
-    if config.schedule.loss_chunk is not None:
-        refuse("schedule.loss_chunk", config.schedule.loss_chunk, "remove the key")
     world_size = environ.get("WORLD_SIZE", "1")
     if world_size.isdigit() and int(world_size) > 1:
         problems.append(f"WORLD_SIZE = {world_size}: this version trains in one process; start one rank only")

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node
 
+from offload.schedule.loss import chunked_cross_entropy
+
 from .config import LlamaConfig
 
 INIT_STD = 0.02
@@ -24,10 +26,12 @@ IGNORE_INDEX = -100
 
 @dataclass(slots=True)
 class LlamaOutput:
-    """``loss``: fp32 scalar, or None without labels. ``logits``: (batch, time, vocabulary)."""
+    """``loss``: fp32 scalar, or None without labels. ``logits``: (batch, time, vocabulary), or None where the loss was
+    computed in chunks.
+    """
 
     loss: Tensor | None
-    logits: Tensor
+    logits: Tensor | None
 
 
 # Code that looks for tensors in a model's outputs walks pytrees, which know no dataclasses of their own accord.
@@ -176,6 +180,9 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """The language model. With labels it returns the loss of predicting each next token."""
 
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time in the loss; an engine sets it from ``schedule.loss_chunk``."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
@@ -206,7 +213,13 @@ class Llama(nn.Module):
         hidden = self.embed_tokens(input_ids)
         for block in self.layers:
             hidden = block(hidden, cos, sin)
-        logits = self.lm_head(self.norm(hidden))
+        hidden = self.norm(hidden)
+        if labels is not None and self.loss_chunk is not None:
+            loss = chunked_cross_entropy(
+                hidden[:, :-1], self.lm_head, labels[:, 1:], self.loss_chunk, ignore_index=IGNORE_INDEX
+            )
+            return LlamaOutput(loss, None)
+        logits = self.lm_head(hidden)
         return LlamaOutput(None if labels is None else next_token_loss(logits, labels), logits)
 
     @torch.no_grad()
@@ -218,7 +231,7 @@ class Llama(nn.Module):
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
         for _ in range(max_new_tokens):
-            logits = self(input_ids[:, -self.config.max_positions :]).logits
+            logits: Tensor = self(input_ids[:, -self.config.max_positions :]).logits
             input_ids = torch.cat((input_ids, logits[:, -1].argmax(-1, keepdim=True)), dim=1)
         return input_ids
 

@@ -361,7 +361,7 @@ def test_the_table_says_what_rests_where(swap_folder: Path) -> None:
     for tier in ("host", "nvme"):
         line = next(line for line in lines if line.startswith(tier))
         assert all(kind in line for kind in plan_.planned[tier])
-    assert "swap threads" in table and "chunk" in table and "prefetch 1 unit," in table
+    assert "swap threads" in table and "chunk" in table and "prefetch by time" in table
 
 
 class Wide(nn.Module):

@@ -138,7 +138,6 @@ def test_values_that_contradict_each_other(source: Any) -> None:
     [
         "schedule.optimizer_step=eager",
         "schedule.optimizer_step=deferred",
-        "schedule.loss_chunk=1024",
         "parallel.shard_size=2",
     ],
 )
