@@ -30,7 +30,7 @@ from offload.planner.machine import (
     stream_rate,
 )
 from offload.planner.predict import Prediction, Setting, Speeds, predict
-from offload.planner.settings import layer_major, recompute_of, schedule_of
+from offload.planner.settings import activations_of, layer_major, schedule_of
 from offload.planner.shapes import StepShapes, trace_step
 from offload.planner.text import plan_text
 from offload.planner.work import Course
@@ -207,7 +207,7 @@ class _Planner:
             accumulate=blueprint.accumulate,
             course=course,
             shapes=self.shapes,
-            recompute=recompute_of(blueprint),
+            activations=activations_of(blueprint, self.shapes.kept * (count if course.layer_major else 1)),
             base=self.base,
             buffers=sum(b.numel() * b.element_size() for b in self.model.buffers()),
             host_limit=blueprint.limits.host,
@@ -232,7 +232,7 @@ class _Planner:
             micro_batches=self.count,
             schedule=setting.course.schedule,
             order="layer_major" if setting.course.layer_major else "batch_major",
-            activations="recompute" if setting.recompute else "keep",
+            activations=setting.activations,
             planned=setting.bytes_in_use(),
             limits={"device": limits.device, "host": limits.host, "nvme": limits.nvme},
             smallest={str(tier): self._smallest(tier) for tier in Tier},
@@ -316,7 +316,7 @@ class _Planner:
         for kind in ("optimizer", "parameters", "gradients"):
             if getattr(config.placement, kind) not in ("auto", "host", "device"):
                 found.append((f"{kind} in host memory", f"placement.{kind}", "host"))
-        if recompute_of(self.blueprint):
+        if activations_of(self.blueprint, 0) != "keep":
             found.append(("keep activations", "placement.activations", "keep"))
         else:
             found.append(("recompute activations", "placement.activations", "recompute"))

@@ -70,7 +70,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything that a prediction depends on; `recompute`: forward runs again in backward, unit by unit.
+    """Everything that a prediction depends on. `activations`: "keep", or what waits for backward, from which forward is
+    repeated unit by unit: "recompute" on the device, else the tier that holds it.
 
     `base`: resident bytes of a process that has loaded everything and holds no model.
     """
@@ -81,10 +82,15 @@ class Setting:
     accumulate: torch.dtype
     course: Course
     shapes: StepShapes
-    recompute: bool
+    activations: str
     base: int
     buffers: int = 0
     host_limit: int | None = None
+
+    @property
+    def recompute(self) -> bool:
+        """Whether forward runs again in backward."""
+        return self.activations != "keep"
 
     def bytes_in_use(self) -> dict[str, dict[str, int]]:
         """What a step takes of each tier by kind. The placement plan keeps room for sums of gradients in any case; one
@@ -92,6 +98,10 @@ class Setting:
         """
         found = {tier: dict(kinds) for tier, kinds in self.plan.planned.items()}
         host = found[str(Tier.HOST)]
+        self._leave_out_gathered(found[str(Tier.NVME)])
+        leases = found[str(Tier.DEVICE)]
+        if "leases" in leases:
+            leases["leases"] = min(leases["leases"], self._leased())
         room = self._gathered()
         if self.host_limit is not None:
             room = max(0, min(room, self.host_limit - sum(host.values())))
@@ -110,6 +120,26 @@ class Setting:
                     if count and "gradients" in kinds:
                         kinds["gradients"] -= count * self.accumulate.itemsize
         return found
+
+    def _leave_out_gathered(self, nvme: dict[str, int]) -> None:
+        """Takes out of `nvme` the sums and contributions that never get there."""
+        for u, unit in enumerate(self.units):
+            for f, flat in enumerate(unit.flats):
+                if self.plan.flats[u, f].gradients is Tier.NVME and self.course.stays_in_memory(u):
+                    one = self.course.micro_batches == 1 or flat.dtype == self.accumulate
+                    width = flat.dtype.itemsize + (0 if one else self.accumulate.itemsize)
+                    nvme["gradients"] -= flat.shared_start * width
+
+    def _leased(self) -> int:
+        """Bytes of the weights that are on the device at once: of a unit, of the next one, which is loaded meanwhile,
+        and of the one before, which may be given up late.
+        """
+        sizes = []
+        for visit in self.course.visits:
+            flats = [(u, f, flat) for u in visit for f, flat in enumerate(self.units[u].flats)]
+            home = (Tier.DEVICE, Tier.HOST) if self.course.aliases_host else (Tier.DEVICE,)
+            sizes.append(sum(flat.nbytes for u, f, flat in flats if self.plan.flats[u, f].weight not in home))
+        return max((sum(sizes[max(0, i - 1) : i + 2]) for i in range(len(sizes))), default=0)
 
     def _gathered(self) -> int:
         """Host bytes in which gradients for nvme are summed while their unit's arrive.
@@ -142,7 +172,7 @@ class Setting:
         """
         held = self.in_memory() - self.bytes_in_use()[str(Tier.HOST)].get("gradients", 0)
         if self.course.aliases_host:
-            held -= self.plan.planned[str(Tier.DEVICE)].get("leases", 0)
+            held -= self.bytes_in_use()[str(Tier.DEVICE)].get("leases", 0)
         units = [sum(slot.numel * 4 for flat in unit.flats for slot in flat.slots) for unit in self.units]
         largest = max((slot.numel for unit in self.units for flat in unit.flats for slot in flat.slots), default=0)
         return {
@@ -196,6 +226,10 @@ def _work(setting: Setting, speeds: Speeds) -> tuple[dict[str, Work], dict[str, 
     kernel = updated * speeds.kernel if speeds.rates.shared_cores else 0.0
     gradients = _gradient_bytes(setting) / speeds.rates.stream
     seconds = {"forward": forward + overhead, "backward": backward + overhead + gradients, "optimizer": kernel}
+    if setting.activations == "nvme":
+        boundaries = setting.shapes.boundaries * count
+        moved["forward"] += Work(disk_write=boundaries)
+        moved["backward"] += Work(disk_read=boundaries)
     work = {
         "forward": replace(moved["forward"], compute=forward),
         "backward": replace(moved["backward"], compute=backward),
@@ -238,7 +272,8 @@ def _workspace(setting: Setting) -> int:
     if setting.recompute:
         # Boundaries of all units, and one unit's own activations at a time.
         inner = shapes.kept // max(1, len(course.visits))
-        alive = held * shapes.boundaries + inner + (shapes.heap - shapes.kept)
+        boundaries = 0 if setting.activations == "nvme" else held * shapes.boundaries
+        alive = boundaries + inner + (shapes.heap - shapes.kept)
     else:
         alive = (held - 1) * shapes.kept + shapes.heap
     return setting.base + setting.buffers + alive

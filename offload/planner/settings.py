@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from offload.build import Blueprint
+from offload.schedule.activations import activation_room
 from offload.schedule.choice import choose_schedule
 from offload.tiers import Tier
 
@@ -26,14 +24,15 @@ def brings_weights(blueprint: Blueprint) -> bool:
 
 def layer_major(blueprint: Blueprint, micro_batches: int) -> bool:
     """Whether `train_batch` runs its micro-batches unit by unit."""
-    try:
-        orders: Any = importlib.import_module("offload.schedule.micro_batches")
-    except ModuleNotFoundError:
-        return False
     order = blueprint.config.schedule.micro_batch_order
-    return bool(orders.choose_order(order, loads=brings_weights(blueprint), count=micro_batches) == "layer_major")
+    if micro_batches < 2 or order == "batch_major":
+        return False
+    return order == "layer_major" or brings_weights(blueprint)
 
 
-def recompute_of(blueprint: Blueprint) -> bool:
-    """Whether forward runs again in backward."""
-    return blueprint.config.placement.activations == "recompute"
+def activations_of(blueprint: Blueprint, kept: int) -> str:
+    """`keep`, `recompute`, `host` or `nvme`; `kept`: bytes of activations that all micro-batches alive at once keep."""
+    wanted = blueprint.config.placement.activations
+    if wanted == "auto":
+        return "recompute" if kept > activation_room(blueprint) else "keep"
+    return "keep" if wanted == "device" else wanted

@@ -30,6 +30,16 @@ class Course:
     visits: Sequence[Sequence[int]]
     aliases_host: bool
 
+    def stays_in_memory(self, unit: int) -> bool:
+        """Whether gradients of `unit` that are placed on nvme never go there.
+
+        They are gathered in host memory and written when another unit's turn comes: not where an update takes them at
+        once, and not those of the unit whose turn is last.
+        """
+        if self.micro_batches > 1 and not self.layer_major:
+            return False
+        return self.schedule == "eager" or (bool(self.visits) and unit == self.visits[0][0])
+
     @property
     def passes(self) -> int:
         """Visits of a unit in a step, each way."""
@@ -55,8 +65,11 @@ def step_work(
             if not flat.trainable_end:
                 continue
             places = plan.flats[u, f]
-            backward += _gradient_work(flat, places.gradients, accumulate, course)
-            optimizer += _update_work(flat, fmt, places.weight, places.optimizer, places.gradients, accumulate, course)
+            parked = places.gradients
+            if parked is Tier.NVME and course.stays_in_memory(u):
+                parked = Tier.HOST
+            backward += _gradient_work(flat, parked, accumulate, course)
+            optimizer += _update_work(flat, fmt, places.weight, places.optimizer, parked, accumulate, course)
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 

@@ -34,8 +34,8 @@ MOST_SPANS = 200_000
 _SHORTEST_WAIT = 20_000
 """Nanoseconds below which a wait is not worth a span."""
 
-_BACKGROUND = "offload-"
-"""How the names of the engine's own threads begin."""
+_BACKGROUND = ("offload-optimizer", "offload-loader", "offload-spill", "offload-checkpoint")
+"""How the names of the engine's own threads begin; those of micro-batches compute."""
 
 
 class Span(NamedTuple):

@@ -63,7 +63,6 @@ RUNS = [
     {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "fmt": "split", "count": 3},
     {"parameters": "nvme", "gradients": "nvme", "optimizer": "host", "fmt": "fp32", "count": 2, "schedule": "barrier"},
     {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "fmt": "fp32", "count": 2, "order": "batch_major"},
-    {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme", "fmt": "compact", "count": 2, "schedule": "eager"},
 ]
 
 
@@ -184,8 +183,9 @@ def test_the_plan_of_a_model(quick: None, tmp_path: Path) -> None:
     report = offload.plan(model_of_blocks, config, sample_batch={"input_ids": ids, "labels": ids})
     assert report.parameters == sum(p.numel() for p in model_of_blocks().parameters())
     with offload.initialize(model_of_blocks(), config) as engine:
-        engine.backward(engine(ids, labels=ids).loss)
-        engine.step()
+        for _ in range(3):  # the first pass shows what follows what, and so what to load ahead
+            engine.backward(engine(ids, labels=ids).loss)
+            engine.step()
         engine.synchronize()
         memory = engine.memory()
     for tier, kinds in report.planned.items():
