@@ -16,7 +16,8 @@ from torch import Tensor
 
 from offload.checkpoint.directory import fsync_directory, write_durably
 from offload.checkpoint.errors import CheckpointError, CheckpointSaveError, DamagedCheckpointError
-from offload.checkpoint.tensorfile import allocate, build_header, read_header, read_into, write_all
+from offload.checkpoint.readahead import ReadAhead, aligned, make_pool
+from offload.checkpoint.tensorfile import StreamWriter, build_header, read_header
 from offload.checkpoint.weights import INDEX, SINGLE
 from swap.geometry import format_bytes, parse_bytes
 
@@ -153,40 +154,42 @@ def _refuse_others(root: Path, own: set[str]) -> None:
 def _write_shard(path: Path, shard: Sequence[Tensors]) -> None:
     """Streams one file, then reads it back."""
     header, nbytes = build_header(((t.name, t.dtype, t.shape) for t in shard), {"format": "pt"}, align=8)
-    fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    file = StreamWriter(path, len(header) + nbytes)
     try:
-        allocate(fd, len(header) + nbytes)
-        write_all(fd, memoryview(header), 0)
-        at, sums = len(header), {}
+        file.write(header)
+        sums = {}
         for tensor in shard:
-            crc, end = 0, at + tensor.nbytes
+            crc = written = 0
             for part in tensor.read(0, tensor.numel):
-                data = part.contiguous().view(torch.uint8).numpy().data if part.numel() else memoryview(b"")
-                crc = zlib.crc32(data, crc)
-                write_all(fd, data, at)
-                os.posix_fadvise(fd, at, len(data), os.POSIX_FADV_DONTNEED)
-                at += len(data)
-            if at != end:
-                raise CheckpointError(f"{tensor.name}: {at - end + tensor.nbytes:,} bytes for {tensor.nbytes:,}")
+                if part.numel():
+                    data: memoryview = part.contiguous().view(torch.uint8).numpy().data
+                    crc = zlib.crc32(data, crc)
+                    file.write(data)
+                    written += len(data)
+            if written != tensor.nbytes:
+                raise CheckpointError(f"{tensor.name}: {written:,} bytes instead of {tensor.nbytes:,}")
             sums[tensor.name] = crc
-        os.fsync(fd)
-        _verify(fd, path, sums)
+        _verify(file.finish(), path, sums)
     finally:
-        os.close(fd)
+        file.close()
 
 
 def _verify(fd: int, path: Path, sums: dict[str, int]) -> None:
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not what memory still holds
     entries, _ = read_header(fd, path)
-    buffer = bytearray(1 << 22)
-    for name, expected in sums.items():
-        entry, crc = entries[name], 0
-        for start in range(entry.start, entry.start + entry.nbytes, len(buffer)):
-            part = memoryview(buffer)[: min(len(buffer), entry.start + entry.nbytes - start)]
-            read_into(fd, part, start, path)
-            crc = zlib.crc32(part, crc)
-        if crc != expected:
-            raise DamagedCheckpointError(f"{path}: {name} reads back other bytes than were written: check the disk")
+    buffer = memoryview(bytearray(1 << 22))
+    with make_pool() as pool:
+        reader = ReadAhead(fd, path, pool, aligned)
+        try:
+            for name, expected in sums.items():
+                entry, crc = entries[name], 0
+                for start in range(entry.start, entry.start + entry.nbytes, len(buffer)):
+                    part = buffer[: min(len(buffer), entry.start + entry.nbytes - start)]
+                    reader.read(part, start)
+                    crc = zlib.crc32(part, crc)
+                if crc != expected:
+                    raise DamagedCheckpointError(f"{path}: {name} reads back other bytes than were written")
+        finally:
+            reader.close()
 
 
 def _carry(file: Path, root: Path) -> None:

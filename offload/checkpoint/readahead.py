@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from offload.checkpoint.errors import DamagedCheckpointError
@@ -116,6 +117,11 @@ def _reopen(fd: int) -> tuple[int, bool]:
         except OSError:
             os.close(direct)
     return os.dup(fd), False
+
+
+def aligned(nbytes: int) -> Tensor:
+    """Uncharged memory on a page of its own, for readers outside an engine."""
+    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 def make_pool() -> ThreadPoolExecutor:

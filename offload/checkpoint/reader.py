@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import zlib
 from bisect import bisect_right
@@ -17,7 +16,7 @@ from torch import Tensor
 from offload.checkpoint.errors import DamagedCheckpointError
 from offload.checkpoint.format import PIECE_LIMIT, open_regular, stored_planes
 from offload.checkpoint.manifest import Index, Manifest, Piece, read_index, read_manifest
-from offload.checkpoint.readahead import ReadAhead, make_pool
+from offload.checkpoint.readahead import ReadAhead, aligned, make_pool
 from offload.checkpoint.save import BUFFER_PLANE
 from offload.checkpoint.tensorfile import Entry, read_header
 from optimizer_cpu.formats import PlaneSpec
@@ -26,11 +25,6 @@ from swap.geometry import format_bytes
 _OPEN_READERS = 2
 
 Allocate = Callable[[int], Tensor]
-
-
-def aligned(nbytes: int) -> Tensor:
-    """Uncharged memory on a page of its own, for readers outside an engine."""
-    return torch.frombuffer(mmap.mmap(-1, max(1, nbytes)), dtype=torch.uint8)[:nbytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from offload.checkpoint.format import DTYPE_NAMES, DTYPES, HEADER_LIMIT, integer
 from swap.geometry import PAGE, align_up
 
 _EMPTY = 1 << 20
+_STREAM = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,62 @@ class PagedFile:
         """Closes and removes the file."""
         self.close()
         self.path.unlink(missing_ok=True)
+
+
+class StreamWriter:
+    """A new file written from front to back, past the page cache where the filesystem allows it."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self._nbytes = path, nbytes
+        self._fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._direct: int | None = None
+        self._buffer = mmap.mmap(-1, _STREAM)
+        self._used = self._at = 0
+        try:
+            allocate(self._fd, nbytes)
+            if nbytes > _STREAM:
+                self._direct = _open_direct(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Appends `data`."""
+        view, done = memoryview(data), 0
+        while done < len(view):
+            count = min(len(view) - done, _STREAM - self._used)
+            self._buffer[self._used : self._used + count] = view[done : done + count]
+            self._used, done = self._used + count, done + count
+            if self._used == _STREAM:
+                self._flush()
+
+    def _flush(self) -> None:
+        part = memoryview(self._buffer)[: self._used]
+        fd = self._direct if self._direct is not None and self._used == _STREAM else self._fd
+        try:
+            write_all(fd, part, self._at)
+        except OSError as error:
+            if error.errno != errno.EINVAL or fd == self._fd:
+                raise
+            write_all(self._fd, part, self._at)  # a filesystem that takes the flag but not the transfer
+        self._at += self._used
+        self._used = 0
+
+    def finish(self) -> int:
+        """Writes the rest and waits until all is on the disk; the descriptor, for reading it back."""
+        self._flush()
+        if self._at != self._nbytes:
+            raise OSError(errno.EIO, f"{self._at:,} of {self._nbytes:,} bytes were written")
+        os.fsync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what is read back comes from the disk
+        return self._fd
+
+    def close(self) -> None:
+        """Closes the file. Idempotent."""
+        for fd in (self._fd, self._direct):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self._fd, self._direct = -1, None
 
 
 def allocate(fd: int, nbytes: int) -> None:
