@@ -180,7 +180,7 @@ def test_a_factory_beside_the_configuration(offload: Command) -> None:
         (["model.preset=none", "model.factory=absent:build"], "absent"),
         (["optimizer.no_decay=['nothing*']"], "optimizer.no_decay"),
         (["units.wrap=['NoSuchBlock']"], "NoSuchBlock"),
-        (["checkpoint.keep_every=5"], "checkpoint.keep"),
+        (["checkpoint.keep_every=5"], "keep_every = 5"),
         (["checkpoint.interval=1", "train.steps=1000000000"], "checkpoint.directory"),
         (["train.steps=3", "stray"], "'stray'"),
     ],
