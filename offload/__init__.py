@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offload.errors import GradientError, OffloadError, PlanError, StaleWeightsError, UnsupportedModelError
     from offload.initialization import empty_init
     from offload.planner.plan import plan
-    from offload.results import MemoryReport, StepResult
+    from offload.results import HandoverReport, MemoryReport, StepResult
     from offload.schedule.loss import chunked_cross_entropy
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "GradientError",
+    "HandoverReport",
     "MemoryReport",
     "OffloadError",
     "PlanError",
@@ -64,6 +65,7 @@ _HOMES = {
     "UnsupportedModelError": "offload.errors",
     "empty_init": "offload.initialization",
     "plan": "offload.planner.plan",
+    "HandoverReport": "offload.results",
     "MemoryReport": "offload.results",
     "StepResult": "offload.results",
     "chunked_cross_entropy": "offload.schedule.loss",

@@ -101,7 +101,10 @@ class Binding:
         self._handles: list[Any] = []
         self._turn = Turn()
         self._saved = SavedTensors(residency, self._resolve)
-        self._dtypes = {flat.flat.dtype for unit in residency.units for flat in unit.flats}
+        self._watched: dict[int, list[Any]] = {}
+        self._dtypes: set[torch.dtype] = set()
+        for unit in residency.units:
+            self.laid_out(unit)
         self._device_type = residency.memory.device.torch_device.type
         self.lock = residency.lock
         self._spans = residency.memory.spans
@@ -112,6 +115,11 @@ class Binding:
         residency.reclaim = self._give_way
 
     # Attaching
+
+    def laid_out(self, unit: Unit) -> None:
+        """Takes note of where a unit's parameters are."""
+        self._saved.laid_out(unit)
+        self._dtypes.update(flat.flat.dtype for flat in unit.flats if flat.records)
 
     def attach(self, root: nn.Module, units: Sequence[Unit], *, repeatable: bool = True) -> None:
         """Leases `units` (the root's own, then those it borrows from) around every forward of `root`.
@@ -138,6 +146,7 @@ class Binding:
 
     def watch(self, record: ParameterRecord) -> None:
         """Collects every gradient that accumulates into the parameter."""
+        record.watched = True
         # Autograd keeps the hooks where the garbage collector does not look: they must not hold what holds the
         # parameter.
         reference, unit, name = weakref.ref(self), record.unit, record.name
@@ -147,8 +156,9 @@ class Binding:
             if binding is not None:
                 if binding.visitor is not None:
                     binding.visitor.gradient_due(unit, name)
-                with binding.lock:
-                    binding._task()  # whose end ends the turn, should nothing be accumulated (torch.autograd.grad)
+                if torch._C._current_graph_task_id() not in binding._tasks:
+                    with binding.lock:
+                        binding._task()  # whose end ends the turn, should nothing be accumulated (torch.autograd.grad)
                 binding._turn.take()
 
         def arrived(parameter: Tensor) -> None:
@@ -166,13 +176,24 @@ class Binding:
                     binding._turn.give()
 
         with torch._C.DisableTorchFunctionSubclass():
-            self._handles.append(record.parameter.register_hook(arriving))  # type: ignore[no-untyped-call]
-            self._handles.append(record.parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+            self._watched[id(record)] = [
+                record.parameter.register_hook(arriving),  # type: ignore[no-untyped-call]
+                record.parameter.register_post_accumulate_grad_hook(arrived),  # type: ignore[no-untyped-call]
+            ]
+
+    def unwatch(self, record: ParameterRecord) -> None:
+        """Leaves the parameter's gradients to torch again."""
+        record.watched = False
+        for handle in self._watched.pop(id(record), ()):
+            handle.remove()
 
     def detach(self) -> None:
         """Removes every hook and ends transfers of activations. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
+        while self._watched:
+            for handle in self._watched.popitem()[1]:
+                handle.remove()
         if self.activations is not None:
             self.activations.close()
 
@@ -618,9 +639,9 @@ class Binding:
 
     @staticmethod
     def _view(handle: WeightHandle) -> Tensor:
-        flat = handle.unit.flats[handle.flat]
+        flat = handle.unit.flats[handle.record.flat]
         tensor = flat.plane.tensor if flat.fixed else flat.buffer
         if tensor is None:
             raise OffloadError(f"unit {handle.unit.name}: resident without a buffer")
-        with torch.no_grad():
-            return tensor.as_strided(handle.shape, handle.stride, handle.offset)
+        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+            return tensor.as_strided(handle.shape, handle.stride, handle.record.slot.offset + handle.offset)

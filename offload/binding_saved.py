@@ -26,10 +26,11 @@ _internals: Any = torch._C._autograd
 
 
 class WeightHandle(NamedTuple):
-    """A saved view of a unit's buffer; `record` is the parameter it belongs to."""
+    """A saved view of a unit's buffer; `record` is the parameter it belongs to, from which `offset` counts: it may be
+    laid out elsewhere by the time the view is needed.
+    """
 
     unit: Unit
-    flat: int
     record: ParameterRecord
     version: int
     offset: int
@@ -100,7 +101,11 @@ class SavedTensors:
 
     def __init__(self, residency: Residency, resolve: Callable[[WeightHandle], Tensor]) -> None:
         self._residency, self._resolve = residency, resolve
-        self._starts = {id(u): [[r.slot.offset for r in f.records] for f in u.flats] for u in residency.units}
+        self._starts: dict[int, list[list[int]]] = {}
+
+    def laid_out(self, unit: Unit) -> None:
+        """Takes note of where a unit's parameters are."""
+        self._starts[id(unit)] = [[record.slot.offset for record in flat.records] for flat in unit.flats]
 
     def enter(self, keep: Callable[[Tensor], Any] | None = None) -> saved_tensors_hooks:
         """A pair of hooks, in force until `pop_hooks`. `keep` gets what is no view of a unit instead of the pair that
@@ -147,4 +152,4 @@ class SavedTensors:
         record = flat.records[position]
         with torch._C.DisableTorchFunctionSubclass():
             version = record.parameter._version
-        return WeightHandle(unit, index, record, version, offset, tensor.shape, tensor.stride())
+        return WeightHandle(unit, record, version, offset - record.slot.offset, tensor.shape, tensor.stride())

@@ -101,7 +101,7 @@ def check_model(model: nn.Module) -> None:
             )
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                _check_parameter(f"{name}.{key}" if name else key, parameter)
+                check_parameter(f"{name}.{key}" if name else key, parameter)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 raise UnsupportedModelError(
@@ -110,7 +110,7 @@ def check_model(model: nn.Module) -> None:
                 )
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+def check_parameter(name: str, parameter: nn.Parameter) -> None:
     if isinstance(parameter, OffloadedParameter):
         raise UnsupportedModelError(
             f"parameter {name} belongs to another engine (open or closed); build the model anew"
@@ -174,7 +174,7 @@ def draw_up(
     specs = split_units(model, config.units.wrap if config.units.wrap == "auto" else list(config.units.wrap))
     named = [item for spec in specs for item in spec.parameters]
     creator = Creator(model, seed=config.seed, init_fn=init_fn)
-    groups = _groups(model, config, param_groups, named)
+    groups = parameter_groups(model, config, param_groups, named)
     optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in optimized]
     if forgotten:
@@ -190,7 +190,7 @@ def draw_up(
         prefetch = 1 if config.schedule.prefetch_units == "auto" else config.schedule.prefetch_units
         accumulate = DTYPES[config.precision.accumulate_dtype]
         _warn_large_units(layouts, limits)
-        plan = make_plan(layouts, fmt, accumulate, _request(config, specs, device, prefetch), limits)
+        plan = make_plan(layouts, fmt, accumulate, placement_request(config, specs, device, prefetch), limits)
     except BaseException:
         device.close()
         raise
@@ -212,9 +212,14 @@ def draw_up(
     )
 
 
-def _groups(
+def parameter_groups(
     model: nn.Module, config: Config, param_groups: Any, named: Sequence[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:
+    """The optimizer's groups: `param_groups` with lists of parameters, or what the configuration asks for.
+
+    Raises:
+        ValueError: a group without parameters, or one that holds a tensor that is not in `named`.
+    """
     if param_groups is None:
         return build_param_groups(model, config.optimizer) or default_groups(named)
     known = {id(p) for _, p in named}
@@ -234,20 +239,19 @@ def _groups(
 
 
 def _layout(spec: UnitSpec, config: Config, optimized: set[int]) -> UnitLayout:
-    parameters = []
-    for name, parameter in spec.parameters:
-        dtype = weight_dtype(name, parameter, config)
-        nbytes = parameter.numel() * dtype.itemsize
-        parameters.append(
-            ParameterSpec(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=dtype,
-                trainable=id(parameter) in optimized,
-                persistent=nbytes < config.units.persistent_below,
-            )
-        )
-    return layout_unit(spec.name, parameters)
+    return layout_unit(spec.name, [parameter_spec(n, p, config, id(p) in optimized) for n, p in spec.parameters])
+
+
+def parameter_spec(name: str, parameter: nn.Parameter, config: Config, trainable: bool) -> ParameterSpec:
+    """What the layout needs to know of a parameter under this configuration."""
+    dtype = weight_dtype(name, parameter, config)
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=dtype,
+        trainable=trainable,
+        persistent=parameter.numel() * dtype.itemsize < config.units.persistent_below,
+    )
 
 
 def _capacity(config: Config) -> int | None:
@@ -278,7 +282,7 @@ def _limits(config: Config, device: Device) -> Limits:
     )
 
 
-def _request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch: int) -> Request:
+def placement_request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch: int) -> Request:
     placement = config.placement
     return Request(
         tiers={"parameters": placement.parameters, "optimizer": placement.optimizer, "gradients": placement.gradients},
@@ -322,35 +326,39 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
     memory.spans.sample = lambda: {str(tier): budget.used(str(tier)) for tier in Tier}
     try:
         nvme = plan.total(Tier.NVME)
-        spills = config.placement.activations == "nvme"
-        if nvme or spills:  # first, since it may refuse a path or lack space on it
-            swap = config.swap
-            probe = nvme >= PROBE_FROM
-            tuning = (
-                None if faults else tune(config.memory.nvme_paths, engine=swap.engine, probe=probe, budget=budget)
-            )
-            memory.store = SwapStore(
-                config.memory.nvme_paths,
-                engine=swap.engine,
-                capacity=None if spills else nvme,
-                budget=budget,
-                block=swap.block if swap.block != "auto" else tuning.block if tuning else None,
-                queue_depth=swap.queue_depth if swap.queue_depth != "auto" else tuning.queue_depth if tuning else None,
-                weights=tuning.weights if tuning else None,
-                direct=swap.direct,
-                timeout=swap.timeout,
-                checksum=swap.checksum,
-                endurance=None if swap.endurance_tbw is None else int(swap.endurance_tbw * 10**12),
-                faults=faults,
-            )
-            if spills:  # the files grow beyond what is planned, up to memory.nvme
-                memory.store.reserve_capacity(nvme)
-            memory.store.observer = memory.spans.transferred if config.log.trace else None
+        if nvme or config.placement.activations == "nvme":  # first, since it may refuse a path or lack space on it
+            open_store(config, memory, nvme, faults)
         memory.open_staging(plan.staging, plan.slot_bytes)
     except BaseException:
         memory.close()
         raise
     return memory
+
+
+def open_store(config: Config, memory: TierMemory, nbytes: int, faults: FaultPlan | None) -> None:
+    """Opens the swap files that the configuration asks for, `nbytes` in all."""
+    swap, budget, spills = config.swap, memory.budget, config.placement.activations == "nvme"
+    probe = nbytes >= PROBE_FROM
+    tuning = None if faults else tune(config.memory.nvme_paths, engine=swap.engine, probe=probe, budget=budget)
+    memory.store = SwapStore(
+        config.memory.nvme_paths,
+        engine=swap.engine,
+        capacity=None if spills else nbytes,
+        budget=budget,
+        block=swap.block if swap.block != "auto" else tuning.block if tuning else None,
+        queue_depth=swap.queue_depth if swap.queue_depth != "auto" else tuning.queue_depth if tuning else None,
+        weights=tuning.weights if tuning else None,
+        direct=swap.direct,
+        timeout=swap.timeout,
+        checksum=swap.checksum,
+        endurance=None if swap.endurance_tbw is None else int(swap.endurance_tbw * 10**12),
+        faults=faults,
+    )
+    if spills:  # the files grow beyond what is planned, up to memory.nvme
+        memory.store.reserve_capacity(nbytes)
+    if memory.staging is not None:
+        memory.store.register_memory(memory.staging.memory)
+    memory.store.observer = memory.spans.transferred if config.log.trace else None
 
 
 def build_units(

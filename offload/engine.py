@@ -27,10 +27,12 @@ from offload.config import Config, load_config
 from offload.describe import placement_table
 from offload.errors import GradientError, OffloadError
 from offload.gradients import Held, norm_factor
+from offload.growth import Growth
+from offload.handover import HandingOver, Handover
 from offload.initialization import InitFn
 from offload.lifecycle import TRANSITIONS, Status
 from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
-from offload.parameters import ParameterRecord, record_of
+from offload.parameters import ParameterRecord
 from offload.planes import Loader, SlotQueue
 from offload.residency import Residency, Unit
 from offload.results import MemoryReport, StepResult
@@ -61,7 +63,7 @@ def _close_forgotten() -> None:
             engine.close()
 
 
-class Engine(BatchTraining, CheckpointAccess):
+class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
     """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme.
 
     Made by `offload.initialize`.
@@ -103,6 +105,8 @@ class Engine(BatchTraining, CheckpointAccess):
             self._binding = self._bind(blueprint, units)
             self._scaler = self._make_scaler()
             self._boundary = Boundary(self.module)
+            self._handover = Handover(self._memory)
+            self._prepare_growth()
         except BaseException:
             self._release_everything()
             raise
@@ -168,17 +172,6 @@ class Engine(BatchTraining, CheckpointAccess):
         finally:
             self._binding.rest()
 
-    def _check_parameters(self) -> None:
-        """Refuses parameters put into the model after `initialize`: they would silently not be trained."""
-        for name, parameter in self.module.named_parameters():
-            record = record_of(parameter)
-            if record is None or record.host is not self:
-                raise OffloadError(
-                    f"{name} is not a parameter of this engine: it was put into the model after offload.initialize "
-                    "(by assignment, load_state_dict(assign=True) or a new submodule). Change values in place with "
-                    "load_state_dict() or engine.gathered(modify=True), or build the whole model before initialize"
-                )
-
     def train(self, mode: bool = True) -> Engine:
         """`module.train(mode)`."""
         self.module.train(mode)
@@ -214,7 +207,8 @@ class Engine(BatchTraining, CheckpointAccess):
         if self._status is not Status.READY:
             raise GradientError(f"{record.name}: a gradient arrived while the engine is {self._status.value}")
         if record.name not in self._trainable:
-            return  # it requires a gradient but is in no parameter group; initialize said so
+            self._untrained_gradient(record)
+            return
         if gradient.layout is not torch.strided:
             raise GradientError(f"{record.name}: a sparse gradient; build the embedding with sparse=False")
         if self._scaler is not None and self._backward_depth == 0:
@@ -271,14 +265,12 @@ class Engine(BatchTraining, CheckpointAccess):
 
     def _norm(self, held: Sequence[ParameterRecord]) -> tuple[float, str | None]:
         """The norm of the accumulated gradients as they rest, and the first parameter whose gradient is not finite."""
-        partials = []
-        bad: str | None = None
-        for record in held:
-            sums = self._gradients(record).square_sums(record.slot)
-            partials.append(sums)
-            if bad is None and not bool(torch.isfinite(sums).all()):
-                bad = record.name
-        return kernels.total_norm(partials), bad
+        partials = [self._gradients(record).square_sums(record.slot) for record in held]
+        norm = kernels.total_norm(partials)
+        if math.isfinite(norm):
+            return norm, None
+        finite = (bool(torch.isfinite(sums).all()) for sums in partials)
+        return norm, next((record.name for record, good in zip(held, finite, strict=True) if not good), None)
 
     @property
     def _scale(self) -> float:
@@ -510,6 +502,13 @@ class Engine(BatchTraining, CheckpointAccess):
         return self._residency.resident_units()
 
     # Life cycle
+
+    @property
+    def _away(self) -> bool:
+        return self._status is Status.AWAY
+
+    def _set_away(self, away: bool) -> None:
+        self._change(Status.AWAY if away else Status.READY)
 
     def _change(self, status: Status) -> None:
         if (self._status, status) not in TRANSITIONS:

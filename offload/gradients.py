@@ -3,7 +3,8 @@
 The first contribution to a parameter rests in the dtype it was computed in (`raw` plane); the second converts the sum
 to the accumulation dtype (`sum` plane), where later ones are added, in the order of the backward calls. So the numbers
 do not depend on the tier. Parameters smaller than a block share pages with others; on nvme their gradients stay on the
-host, which costs at most a few blocks a unit.
+host, which costs at most a few blocks a unit. Their first contributions are kept as they come and move together, since
+a unit may have very many of them.
 
 Sums of squares are taken block by block of each parameter from the final gradient: on nvme while it passes through
 memory, elsewhere on demand.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import GradientError
-from offload.layout import BLOCK, Flat, Slot, ceil_to
+from offload.layout import BLOCK, Flat, Slot, ceil_to, contiguous_strides
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu import kernels
@@ -62,6 +63,7 @@ class _Entry:
     gathering: bool = False
     """Whether it is in host memory on its way to nvme, see [Note: gathering]."""
     pending: tuple[Completion, Tensor] | None = None  # a copy under way and the device tensor it reads
+    late: Tensor | None = None  # a first contribution that has not moved yet
 
 
 class FlatGradients:
@@ -77,6 +79,20 @@ class FlatGradients:
         self._entries = {slot.name: _Entry(slot) for slot in flat.slots if slot.trainable}
         self._planes: dict[tuple[Held, Place], Plane] = {}
         self._taken = False
+        self._late: list[_Entry] = []
+
+    def relaid(self, flat: Flat, renamed: Mapping[str, str]) -> None:
+        """Parameters have left the flat, or have other names; what is held of the others stays."""
+        slots = {slot.name: slot for slot in flat.slots if slot.trainable}
+        entries: dict[str, _Entry] = {}
+        for name, entry in self._entries.items():
+            slot = slots.get(renamed.get(name, name))
+            if slot is None:
+                self.settle(entry)
+            else:
+                entry.slot = slot
+                entries[slot.name] = entry
+        self.flat, self._entries = flat, entries
 
     # Planes
 
@@ -98,6 +114,10 @@ class FlatGradients:
             return Place.REST
         return Place.APART if entry.slot.small else Place.GATHERING if entry.gathering else Place.REST
 
+    def planes(self) -> list[Plane]:
+        """Those that there are."""
+        return list(self._planes.values())
+
     def _locate(self, entry: _Entry, held: Held) -> Plane:
         """The plane of kind `held` that the parameter's gradient is in."""
         return self._plane(held, self._place(entry))
@@ -107,8 +127,14 @@ class FlatGradients:
     def add(self, name: str, gradient: Tensor, queue: SlotQueue) -> None:
         """Adds one contribution: a device tensor of the parameter's shape and dtype."""
         entry = self._entries[name]
-        self.settle(entry)
         first = entry.held is Held.NOTHING
+        if first and 0 < entry.slot.numel < BLOCK and gradient.dtype == self.flat.dtype:
+            if not self._late:
+                self._locate(entry, Held.RAW)  # refused now, if there is no room
+            entry.held, entry.partials, entry.late = Held.RAW, None, gradient.detach()
+            self._late.append(entry)
+            return
+        self.settle(entry)
         target = Held.RAW if first or self._one_plane else Held.SUM
         self._put(entry, _flattened(gradient, self.flat.dtype), target, queue)
 
@@ -248,9 +274,41 @@ class FlatGradients:
                 queue.give_back(staging, after)
         entry.partials = torch.cat(partials)
 
-    @staticmethod
-    def settle(entry: _Entry) -> None:
-        """Waits for a first contribution that is still on its way to the host."""
+    def _move_late(self) -> None:
+        """Copies first contributions that were kept as they came."""
+        late, self._late = self._late, []
+        plane = self._locate(late[0], Held.RAW)
+        assert plane.tensor is not None
+        base = self.flat.shared_start if self.tier is Tier.NVME else 0
+        if plane.tier is Tier.DEVICE or self.memory.device.aliases_host:
+            _copy_all(plane.tensor, base, late)
+        else:
+            for run in self._runs(late):
+                lo, hi = run[0].slot.offset, run[-1].slot.end
+                packed = torch.empty(hi - lo, dtype=self.flat.dtype, device=run[0].late.device)  # type: ignore[union-attr]
+                _copy_all(packed, lo, run)
+                copied = (self.memory.copy_out(plane.view(lo - base, hi - base), packed), packed)
+                for entry in run:
+                    entry.pending = copied
+        for entry in late:
+            entry.late = None
+
+    def _runs(self, late: list[_Entry]) -> Iterator[list[_Entry]]:
+        """Those that lie side by side together: a copy over all of a run meets no other parameter."""
+        place = {name: index for index, name in enumerate(self._entries)}
+        run: list[_Entry] = []
+        for entry in sorted(late, key=lambda entry: entry.slot.offset):
+            if run and place[entry.slot.name] != place[run[-1].slot.name] + 1:
+                yield run
+                run = []
+            run.append(entry)
+        if run:
+            yield run
+
+    def settle(self, entry: _Entry) -> None:
+        """Waits until a first contribution is where it rests."""
+        if entry.late is not None:
+            self._move_late()
         if entry.pending is not None:
             entry.pending[0].wait()
             entry.pending = None
@@ -263,8 +321,11 @@ class FlatGradients:
 
     def settle_all(self) -> None:
         """Waits for every first contribution on its way, which lets go of the device's gradients."""
+        if self._late:
+            self._move_late()
         for entry in self._entries.values():
-            self.settle(entry)
+            if entry.pending is not None:
+                self.settle(entry)
 
     def square_sums(self, slot: Slot) -> Tensor:
         """fp64 sums of squares per block of the parameter at `slot`, of its accumulated gradient; empty without one."""
@@ -346,7 +407,10 @@ class FlatGradients:
 
     def drop(self, name: str | None = None) -> None:
         """Forgets one gradient or all, and gives memory back once none is left."""
-        for entry in self._entries.values() if name is None else (self._entries[name],):
+        dropped = list(self._entries.values()) if name is None else [self._entries[name]]
+        self._late = [entry for entry in self._late if entry not in dropped] if name is not None else []
+        for entry in dropped:
+            entry.late = None
             self.settle(entry)
             self._forget([entry])
         self._shrink()
@@ -359,6 +423,7 @@ class FlatGradients:
                     del self._planes[key]
 
     def close(self) -> None:
+        self._late = []
         for plane in self._planes.values():
             plane.free()
         self._planes.clear()
@@ -417,6 +482,18 @@ class GradientOperands:
         part = self._parts[where]
         base = part.lo + (self._gradients.flat.shared_start if where[1] is Place.APART else 0)
         return part.tensor[lo - base : hi - base]
+
+
+def _copy_all(target: Tensor, base: int, entries: list[_Entry]) -> None:
+    """Copies the late gradients of `entries` to their places in `target`, which begins at the flat's element `base`."""
+    views, gradients, start = [], [], target.storage_offset() - base
+    for entry in entries:
+        gradient = entry.late
+        assert gradient is not None
+        shape = entry.slot.shape
+        views.append(target.as_strided(shape, contiguous_strides(shape), start + entry.slot.offset))
+        gradients.append(gradient)
+    torch._foreach_copy_(views, gradients)
 
 
 def _flattened(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -48,6 +48,10 @@ class StateAccess(ABC):
         """Parameters that hold a gradient."""
 
     @abstractmethod
+    def unfrozen(self, record: ParameterRecord) -> None:
+        """Follows `requires_grad` of a parameter becoming True."""
+
+    @abstractmethod
     def _check(self, action: str) -> None:
         """Raises unless the engine is ready."""
 

@@ -10,6 +10,7 @@ class Status(enum.Enum):
 
     READY = "ready"
     STEPPING = "in its optimizer step"
+    AWAY = "off its device until reload_states()"
     FAILED = "failed"
     CLOSED = "closed"
 
@@ -19,7 +20,10 @@ TRANSITIONS = {
     (Status.STEPPING, Status.READY),
     (Status.STEPPING, Status.FAILED),
     (Status.READY, Status.FAILED),
+    (Status.READY, Status.AWAY),
+    (Status.AWAY, Status.READY),
     (Status.READY, Status.CLOSED),
+    (Status.AWAY, Status.CLOSED),
     (Status.FAILED, Status.CLOSED),
     (Status.STEPPING, Status.CLOSED),
 }

@@ -52,12 +52,23 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._owner().zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Trains parameters of the model from now on: frozen ones that were unfrozen, and new ones, which are taken
+        over as `engine.adopt` does. A scheduler that has a base rate per group follows the new one too.
+        """
         engine = self._engine()
         if engine is not None and getattr(engine, "_ready", False):
-            raise ValueError(
-                "parameter groups cannot be added after offload.initialize; pass all of them as param_groups"
-            )
+            engine.add_group(param_group)
+        else:
+            super().add_param_group(param_group)
+
+    def append_group(self, param_group: dict[str, Any]) -> None:
+        """torch's part of `add_param_group`, with our checks."""
         super().add_param_group(param_group)
+        try:
+            _check_group(len(self.param_groups) - 1, self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and, per parameter that was ever updated, `step`, `exp_avg` and `exp_avg_sq` as fp32 CPU tensors."""
@@ -107,6 +118,19 @@ def _check_group(index: int, group: dict[str, Any]) -> None:
         )
     except ValueError as error:
         raise ValueError(f"param_groups[{index}]: {error}") from None
+
+
+def follow(scheduler: Any, group: dict[str, Any]) -> None:
+    """Lets a scheduler with one base rate per group know of a new group; a rule per group is that of the last one."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        follow(part, group)
+    base = getattr(scheduler, "base_lrs", None)
+    if isinstance(base, list):
+        base.append(group["lr"])
+        group.setdefault("initial_lr", group["lr"])
+        rules = getattr(scheduler, "lr_lambdas", None)
+        if isinstance(rules, list) and rules:
+            rules.append(rules[-1])
 
 
 def make_scheduler(given: Any, optimizer: EngineOptimizer) -> Any:

@@ -2,8 +2,8 @@
 
 [Note: two classes] Inside its unit's forward an offloaded parameter is a plain `nn.Parameter` whose data is a view of
 the unit's leased buffer: compute, autograd and `torch.compile` see nothing unusual and pay nothing. Everywhere else its
-Python class is `OffloadedParameter` (the object and its autograd state stay the same; only `__class__` changes) and,
-unless a backward has leased the unit, its data is a zero-stride stub of the right shape filled with NaN. The class
+Python class is `OffloadedParameter` (the object and its autograd state stay the same; only `__class__` changes) and its
+data is a zero-stride stub of the right shape filled with NaN (or its place in a plane that rests there). The class
 intercepts every use through `__torch_function__`: metadata is answered from the stub, `.grad` from the engine, and any
 operation first acquires the unit, so a stub's value cannot reach a result. Writes in place are carried through to the
 resting planes.
@@ -38,6 +38,9 @@ class ParameterHost(Protocol):
 
     def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None: ...
 
+    def unfrozen(self, record: ParameterRecord) -> None:
+        """`requires_grad` of a parameter is True now; raises if it cannot be trained."""
+
 
 @dataclass(slots=True, eq=False)
 class ParameterRecord:
@@ -52,6 +55,8 @@ class ParameterRecord:
     version: int = 0
     """The parameter's autograd version when its unit was last bound; a difference reveals a write in place."""
     stub: Tensor = field(default_factory=lambda: torch.empty(0))
+    watched: bool = False
+    """Whether gradients that accumulate into the parameter are collected."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # a copied or pickled parameter is an ordinary one
@@ -182,7 +187,8 @@ class OffloadedParameter(nn.Parameter):
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(name, func, args)
         if name == "requires_grad_":
-            _check_unfreezing(args[0], (args[1:] or tuple(kwargs.values()) or (True,))[0])
+            _set_requires_grad(args[0], bool((args[1:] or tuple(kwargs.values()) or (True,))[0]))
+            return args[0]
         if name in _METADATA or func is torch.autograd.grad:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -232,14 +238,19 @@ class OffloadedParameter(nn.Parameter):
         return f"OffloadedParameter({where}, {facts})"
 
 
-def _check_unfreezing(parameter: object, wanted: object) -> None:
-    """A parameter that was frozen at initialize has neither optimizer state nor a place for its gradient."""
+def _set_requires_grad(parameter: Tensor, wanted: bool) -> None:
+    """As torch does it; the engine makes room for the state of a parameter that was frozen until now."""
     record = record_of(parameter)
-    if record is not None and wanted and not record.slot.trainable and not parameter.requires_grad:  # type: ignore[attr-defined]
-        raise OffloadError(
-            f"{record.name} was frozen at offload.initialize, so it has no optimizer state: "
-            "initialize with requires_grad=True, then freeze it; its state is kept until it is unfrozen"
-        )
+    with torch._C.DisableTorchFunctionSubclass():
+        before = parameter.requires_grad
+        parameter.requires_grad_(wanted)
+    if record is not None and wanted and not before:
+        try:
+            record.host.unfrozen(record)
+        except BaseException:
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.requires_grad_(before)
+            raise
 
 
 def _attribute(kind: str, func: Any, args: Any) -> Any:
@@ -266,7 +277,7 @@ def _attribute(kind: str, func: Any, args: Any) -> Any:
             "refused; set device and precision in the configuration, change values under engine.gathered(modify=True)"
         )
     if attribute == "requires_grad" and kind == "__set__":
-        _check_unfreezing(parameter, args[1])
+        return _set_requires_grad(parameter, bool(args[1]))
     if kind == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
         if record is None:
             raise OffloadError(

@@ -6,6 +6,7 @@ Explicit placement is obeyed or refused. Pure arithmetic: budgets and machine li
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -238,6 +239,66 @@ def make_plan(
     return plan
 
 
+def extend_plan(
+    plan: Plan,
+    units: Sequence[UnitLayout],
+    added: Sequence[tuple[int, int]],
+    fmt: StateFormat,
+    accumulate: torch.dtype,
+    request: Request,
+    limits: Limits,
+) -> Plan:
+    """`plan` with the flats `added` (unit, flat), which are in `units` already, placed where there is room for them.
+
+    Raises:
+        PlanError: as `make_plan`, or if a chunk of a new flat's planes does not fit a staging slot.
+    """
+    made = copy.deepcopy(plan)
+    made.planned[str(Tier.DEVICE)].pop("leases", None)
+    base = {tier: made.total(tier) for tier in Tier}
+    base[Tier.DEVICE] += _lease_bytes(units, request, made, 0)
+    rooms = _Rooms(limits, base, request.device_is_host_memory)
+    for u, f in added:
+        flat = units[u].flats[f]
+        chunk_for(fmt, flat, accumulate, plan)
+        tiers = []
+        for kind in KINDS:
+            nbytes = bytes_of(fmt, flat, kind, accumulate)
+            tiers.append(_choose(flat, kind, nbytes, request, limits, rooms))
+            _add_plane(made, flat, kind, tiers[-1], nbytes, accumulate)
+        made.flats[u, f] = FlatPlacement(weight=tiers[0], optimizer=tiers[1], gradients=tiers[2])
+    if made.total(Tier.NVME) and not plan.total(Tier.NVME):
+        made.add(Tier.HOST, "bounce", request.bounce)
+    if request.checksum and made.total(Tier.NVME):
+        made.planned[str(Tier.HOST)]["checksums"] = _checksum_bytes(made.total(Tier.NVME))
+    stepping = not request.aliases_host and any(p.optimizer is Tier.DEVICE for p in made.flats.values())
+    if stepping and "step" not in made.planned[str(Tier.DEVICE)]:
+        made.add(Tier.DEVICE, "step", STEP_SLOTS * made.slot_bytes)
+    made.add(Tier.DEVICE, "leases", _lease_bytes(units, request, made, 0))
+    _check(made, request, limits)
+    _add_prefetch(made, units, request, limits)
+    return made
+
+
+def chunk_for(fmt: StateFormat, flat: Flat, accumulate: torch.dtype, plan: Plan) -> int:
+    """Elements of a chunk of a flat that was not there when the plan was made: the plan's, or fewer to fit a slot.
+
+    Raises:
+        PlanError: not even the smallest chunk fits.
+    """
+    smallest = chunk_granule(fmt, [flat.dtype])
+    chunk = max(plan.chunk // smallest, 1) * smallest
+    while chunk > smallest and staging_bytes_per_chunk(fmt, [flat.dtype], accumulate, chunk) > plan.slot_bytes:
+        chunk -= smallest
+    needed = staging_bytes_per_chunk(fmt, [flat.dtype], accumulate, chunk)
+    if needed > plan.slot_bytes:
+        raise PlanError(
+            f"unit {flat.unit}: a chunk of its {flat.dtype} planes needs {format_bytes(needed)} of staging, but a slot "
+            f"has {format_bytes(plan.slot_bytes)}: set swap.staging or swap.chunk for it before initialize"
+        )
+    return chunk
+
+
 def _checksum_bytes(nvme: int) -> int:
     return -(-nvme // PAGE) * BYTES_PER_PAGE
 
@@ -284,7 +345,8 @@ def _shared_gradients(units: Sequence[UnitLayout], accumulate: torch.dtype) -> i
 def _load_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | None, index: int) -> int:
     total = 0
     for f, flat in enumerate(units[index].flats):
-        tier = plan.flats[index, f].weight if plan else (Tier.DEVICE if flat.persistent else Tier.NVME)
+        known = plan.flats.get((index, f)) if plan else None
+        tier = known.weight if known else (Tier.DEVICE if flat.persistent else Tier.NVME)
         if tier is Tier.NVME or (tier is Tier.HOST and not request.aliases_host):
             total += flat.nbytes
     return total

@@ -70,7 +70,8 @@ class Plane:
     def __init__(
         self, memory: TierMemory, spec: PlaneSpec, elements: int, tier: Tier, *, kind: str, what: str, zero: bool = True
     ) -> None:
-        self.memory, self.spec, self.elements, self.tier, self.what = memory, spec, elements, tier, what
+        self.memory, self.spec, self.elements, self.tier = memory, spec, elements, tier
+        self.kind, self.what = kind, what
         self.tensor: Tensor | None = None
         self.extent: Extent | None = None
         entries = spec.numel(elements)

@@ -7,8 +7,8 @@ interrupt at any point leaves nothing that cannot be cleared up. A buffer is one
 freed: its bytes come back when the last view of it dies, because users and autograd may keep views. Flats whose weight
 plane can be computed on where it rests (on the device, or on the host where the device is the CPU) are never loaded.
 
-Parameters are plain only while a holder has the unit open; for the other leases (those of a backward) their data is
-there but their class is not, so that whatever uses them outside a forward goes through `OffloadedParameter`.
+Parameters are plain only while a holder has the unit open; for the other leases (those of a backward) they are as at
+rest, so that whatever uses them outside a forward goes through `OffloadedParameter`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import OffloadError
-from offload.layout import Flat
+from offload.layout import Flat, contiguous_strides
 from offload.parameters import RECORD, OffloadedParameter, ParameterRecord, make_stub
 from offload.planes import Completion, Loader, Plane
 from offload.schedule.arrival import begin_loads, ready_to_load, under_way
@@ -78,8 +78,10 @@ class ResidentFlat:
     @property
     def fixed(self) -> bool:
         """Whether compute uses the resting plane itself."""
-        return self.plane.tier is Tier.DEVICE or (
-            self.plane.tier is Tier.HOST and self.plane.memory.device.aliases_host
+        return (
+            not self.records  # all of its parameters have moved elsewhere
+            or self.plane.tier is Tier.DEVICE
+            or (self.plane.tier is Tier.HOST and self.plane.memory.device.aliases_host)
         )
 
 
@@ -93,6 +95,8 @@ class Unit:
     phase: Phase = Phase.RESTING
     holders: dict[object, bool] = field(default_factory=dict)
     """Who holds a lease, and whether the parameters are open, which means plain, for that holder."""
+    bound: bool = False
+    """Whether the parameters are views of the buffers."""
     loads: int = 0
     load_seconds: float = 0.0
     """What loading it took the last time, as far as is known: an upper bound where nobody had to wait for it."""
@@ -134,13 +138,17 @@ class Residency:
         self.lock = threading.RLock()
         self.storages: dict[int, tuple[Unit, int]] = {}
         self._abandoned: list[Completion] = []
-        self.closed = False
+        self.closed = self.away = False
         self.updates: Updates | None = None
         """Updates of resting weights that are pending: a unit's is carried out before the unit is used."""
         self.on_rest: Callable[[Unit], None] | None = None
         """Called when a unit has come to rest, under the lock."""
         self.persist: Callable[[Unit, list[ParameterRecord]], None] | None = None
         """Called before a unit is closed, with the parameters that were written in place while it was open."""
+        self.waiting: set[int] = set()
+        """Units, by index, of which parts are to be laid out anew before they are used again."""
+        self.lay_out: Callable[[Unit], None] | None = None
+        """Does so."""
         self.reclaim: Callable[[Unit | None], bool] | None = None
         """Gives up a lease that somebody only has for speed, for the sake of this unit; False if there is none."""
 
@@ -157,6 +165,7 @@ class Residency:
         with self.lock:
             if self.closed:
                 raise OffloadError(f"unit {unit.name}: the engine is closed")
+            self._prepare(unit)
             if unit.phase is Phase.RESTING:
                 self._start(unit)
             if unit.phase is Phase.LOADING:
@@ -165,6 +174,8 @@ class Residency:
                     self._finish(unit)
                 finally:
                     self.memory.spans.end(unit)
+            if opened and not unit.bound:
+                self._bind(unit)
             if opened and not unit.open:
                 unit.holders[holder] = True
                 _set_class(unit, nn.Parameter)
@@ -174,8 +185,18 @@ class Residency:
     def begin(self, unit: Unit) -> None:
         """Starts to load a unit that is about to be acquired. Raises as `acquire` does."""
         with self.lock:
-            if not self.closed and unit.phase is Phase.RESTING and unit.load_bytes:
-                self._start(unit)
+            if not self.closed:
+                self._prepare(unit)
+                if unit.phase is Phase.RESTING and unit.load_bytes:
+                    self._start(unit)
+
+    def _prepare(self, unit: Unit) -> None:
+        if self.away:
+            raise OffloadError(f"unit {unit.name} is used between offload_states() and reload_states()")
+        if self.waiting and unit.index in self.waiting and not unit.holders and self.lay_out is not None:
+            if unit.phase is Phase.LOADING:
+                self._abandon(unit)
+            self.lay_out(unit)
 
     def release(self, unit: Unit, holder: object) -> None:
         """Gives up the lease of `holder`, if it has one; after the last one the unit rests.
@@ -200,7 +221,13 @@ class Residency:
     def prefetch(self, unit: Unit) -> bool:
         """Starts loading a resting unit if the device budget has room for it now; never blocks, never fails."""
         with self.lock:
-            if self.closed or unit.phase is not Phase.RESTING or unit.load_bytes == 0:
+            if (
+                self.closed
+                or self.away
+                or unit.phase is not Phase.RESTING
+                or unit.load_bytes == 0
+                or unit.index in self.waiting
+            ):
                 return False
             if self.memory.budget.used("device") + unit.load_bytes > self.prefetch_limit:
                 return False
@@ -299,12 +326,13 @@ class Residency:
         if unit.load_bytes and (waited or unit.load_seconds == 0.0 or now - unit._started < unit.load_seconds):
             unit.load_seconds = now - unit._started
         for index, flat in enumerate(unit.flats):
+            if not flat.records:
+                continue
             tensor = flat.plane.tensor if flat.fixed else flat.buffer
             assert tensor is not None
             key = tensor.untyped_storage()._cdata
             self.storages[key] = (unit, index)
             unit.views[key] = index
-            self._bind(flat, tensor)
 
     def _abandon(self, unit: Unit) -> None:
         # Nobody will look at the result, nor at the error. A read keeps its buffer alive until it ends; a copy engine
@@ -327,7 +355,9 @@ class Residency:
         for key in unit.views:
             self.storages.pop(key, None)
         unit.views.clear()
-        _show_stubs(unit)
+        if unit.bound:
+            _show_stubs(unit)
+            unit.bound = False
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
         if self.on_rest is not None:
@@ -358,13 +388,18 @@ class Residency:
             )
 
     @staticmethod
-    def _bind(flat: ResidentFlat, tensor: Tensor) -> None:
+    def _bind(unit: Unit) -> None:
         # Buffers made under inference mode would poison training; `.data` must not be recorded by autograd.
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
-            for record in flat.records:
-                parameter, slot = record.parameter, record.slot
-                if not flat.fixed:
-                    parameter.data = tensor[slot.offset : slot.end].view(slot.shape)
+            for flat in unit.flats:
+                if flat.buffer is None:
+                    continue
+                base = flat.buffer.storage_offset()
+                for record in flat.records:
+                    slot = record.slot
+                    view = flat.buffer.as_strided(slot.shape, contiguous_strides(slot.shape), base + slot.offset)
+                    record.parameter.data = view
+        unit.bound = True
 
     def find(self, tensor: Tensor) -> tuple[Unit, int] | None:
         """The unit and flat whose live buffer `tensor` is a view of."""
@@ -430,19 +465,33 @@ def adopt(unit: Unit, device: torch.device) -> None:
 
     The memory that the parameters had is free afterwards, unless the user holds it.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        for flat in unit.flats:
-            for record in flat.records:
-                slot, parameter = record.slot, record.parameter
-                setattr(parameter, RECORD, record)
-                record.version = parameter._version
-                if flat.fixed:
-                    assert flat.plane.tensor is not None
-                    parameter.data = flat.plane.tensor[slot.offset : slot.end].view(slot.shape)
-                else:
-                    record.stub = make_stub(slot.shape, flat.flat.dtype, device)
-    _show_stubs(unit)
-    _set_class(unit, OffloadedParameter)
+    for flat in unit.flats:
+        adopt_flat(flat, device)
+
+
+def adopt_flat(flat: ResidentFlat, device: torch.device) -> None:
+    """`adopt` for the parameters of one flat, which nobody leases."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        for record in flat.records:
+            slot, parameter = record.slot, record.parameter
+            setattr(parameter, RECORD, record)
+            record.version = parameter._version
+            if flat.fixed:
+                assert flat.plane.tensor is not None
+                parameter.data = flat.plane.tensor[slot.offset : slot.end].view(slot.shape)
+            else:
+                record.stub = make_stub(slot.shape, flat.flat.dtype, device)
+                parameter.data = record.stub
+            parameter.__class__ = OffloadedParameter
+
+
+def abandon(record: ParameterRecord, value: Tensor) -> None:
+    """Makes an offloaded parameter an ordinary one again, with `value` (its shape and dtype, on its device)."""
+    parameter = record.parameter
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        parameter.data = value
+        parameter.__dict__.pop(RECORD, None)
+        parameter.__class__ = nn.Parameter
 
 
 def orphan(units: Iterable[Unit], device: torch.device) -> None:

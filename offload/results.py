@@ -25,6 +25,18 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverReport:
+    """Bytes that `offload_states` took off the device (or `reload_states` brought back), and where they are meanwhile.
+
+    `device` counts what the device's budget got back: less than the sum of the others while somebody keeps views.
+    """
+
+    device: int
+    host: int
+    nvme: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
     """Bytes by tier and kind: planned before the run, in use now, and the largest so far.
 

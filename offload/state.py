@@ -8,7 +8,7 @@ separate master.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +141,16 @@ class FlatState:
             plane.free()
         if self.gradients is not None:
             self.gradients.close()
+
+    def relaid(self, flat: Flat, renamed: Mapping[str, str]) -> None:
+        """Takes note that parameters have left, or have other names; the others are where they were. `flat` has no
+        trainable parameter that was not trainable before.
+        """
+        self.flat, self.weight.elements = flat, flat.padded
+        if self.gradients is not None:
+            self.gradients.relaid(flat, renamed)
+        if not flat.slots:
+            self.close()
 
     def _chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """Chunks on the chunk grid, whole blocks each, that meet `[lo, hi)`."""

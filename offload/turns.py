@@ -16,20 +16,30 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._free = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()  # locked while somebody has the turn
         self._owner: int | None = None
+        self._taking_over = threading.Lock()
 
     def take(self) -> None:
-        me, seconds = threading.get_ident(), 0
-        with self._free:
-            while self._owner not in (None, me) and seconds < _LONGEST_TURN:
-                if not self._free.wait(1.0):
-                    alive = self._owner in {t.ident for t in threading.enumerate()}
-                    seconds = seconds + 1 if alive else _LONGEST_TURN
+        me = threading.get_ident()
+        if self._owner != me:  # nobody else makes that true
+            if not self._lock.acquire(blocking=False):
+                self._wait(me)
             self._owner = me
 
+    def _wait(self, me: int) -> None:
+        seconds, seen = 0, self._owner
+        while not self._lock.acquire(timeout=1.0):
+            with self._taking_over:
+                owner = self._owner
+                seconds = seconds + 1 if owner == seen else 0
+                seen = owner
+                alive = owner in {t.ident for t in threading.enumerate()}
+                if not alive or seconds >= _LONGEST_TURN:
+                    self._owner = me  # the lock stays locked: it is ours now
+                    return
+
     def give(self) -> None:
-        with self._free:
-            if self._owner == threading.get_ident():
-                self._owner = None
-                self._free.notify()
+        if self._owner == threading.get_ident():
+            self._owner = None
+            self._lock.release()

@@ -41,8 +41,9 @@ class UnitSpec:
     borrows: list[int] = field(default_factory=list)
 
 
-def split_units(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[UnitSpec]:
-    """Splits `model` into units; `wrap` is "auto" or the class names of the repeated blocks.
+def split_units(model: nn.Module, wrap: str | Sequence[str] = "auto", *, advise: bool = True) -> list[UnitSpec]:
+    """Splits `model` into units; `wrap` is "auto" or the class names of the repeated blocks. `advise`: warn where that
+    gives a single unit.
 
     Raises:
         ValueError: a class name in `wrap` matches no module that has parameters.
@@ -74,8 +75,69 @@ def split_units(model: nn.Module, wrap: str | Sequence[str] = "auto") -> list[Un
     for unit in ordered:
         needed = {owner_of_parameter[id(p)] for p in _parameters_used(unit.root, roots)}
         unit.borrows = sorted(units[owner].index for owner in needed if owner != id(unit.root))
-    _warn_if_one(ordered)
+    if advise:
+        _warn_if_one(ordered)
     return ordered
+
+
+def find_homes(
+    model: nn.Module, units: Sequence[UnitSpec], fresh: Sequence[tuple[str, nn.Parameter]], wrap: str | Sequence[str]
+) -> tuple[list[UnitSpec], dict[int, list[tuple[str, nn.Parameter]]]]:
+    """Where parameters belong that were put into a model after it was split into `units`: (all units, new ones last;
+    the `fresh` parameters, with their names, by unit).
+
+    Those below the root of a block or another leaf unit join that unit. A subtree outside them that is new as a whole
+    is split as a model is. What a container owns directly joins its unit, or becomes one.
+    """
+    names = {id(parameter): name for name, parameter in fresh}
+    left = set(names)
+    specs, roots = list(units), {id(spec.root): spec for spec in units}
+    homes: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    seen: set[int] = set()
+
+    def settle(index: int, parameter: nn.Parameter) -> None:
+        left.discard(id(parameter))
+        homes.setdefault(index, []).append((names[id(parameter)], parameter))
+
+    def split(module: nn.Module, name: str) -> None:
+        classes = {type(m).__name__ for m in module.modules() if m is not module and _has_parameters(m)}
+        wanted = [wrap] if isinstance(wrap, str) else list(wrap)
+        chosen = [word for word in wanted if word in classes]
+        base = len(specs)
+        for spec in split_units(module, chosen or "auto", advise=False):
+            spec.index += base
+            spec.borrows = [index + base for index in spec.borrows]
+            spec.name = name if spec.name == "(root)" else f"{name}.{spec.name}"
+            specs.append(spec)
+            for _, parameter in spec.parameters:
+                settle(spec.index, parameter)
+
+    def visit(module: nn.Module, name: str, home: UnitSpec | None, caller: tuple[nn.Module, str]) -> None:
+        if id(module) in seen or not left:
+            return
+        seen.add(id(module))
+        home = roots.get(id(module), home)
+        apart = (home is None or home.kind == "container") and module is not model and id(module) not in roots
+        if _is_called(module):
+            caller = (module, name)
+            if apart and _has_parameters(module) and all(id(p) in left for p in module.parameters()):
+                split(module, name)
+                return
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) not in left:
+                continue
+            if home is None:
+                root, label = caller
+                home = UnitSpec(index=len(specs), name=label or "(root)", root=root, kind="container")
+                specs.append(home)
+                roots[id(root)] = home
+            settle(home.index, parameter)
+        for key, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{key}" if name else key, home, caller)
+
+    visit(model, "", None, (model, ""))
+    return specs, homes
 
 
 def _warn_if_one(units: Sequence[UnitSpec]) -> None:

@@ -174,6 +174,18 @@ class SwapStore:
             more = max(0, nbytes - self._core.space.file_bytes)
             self._core.promise.request(more, self._core.files)
 
+    def grow(self, nbytes: int) -> None:
+        """Let the files come to ``nbytes`` more than the capacity so far; without one nothing changes.
+
+        SwapPathError, with needed and free bytes, if the disks lack them. The budget's limit holds as before.
+        """
+        self._core.check_usable()
+        with self._core.lock:
+            if self._core.space.capacity is not None:
+                capacity = self._core.space.capacity + nbytes
+                self._core.promise.request(max(0, capacity - self._core.space.file_bytes), self._core.files)
+                self._core.space.capacity = capacity
+
     def allocate(self, nbytes: int, label: str = "", *, kind: str = "swap") -> Extent:
         """An extent of ``nbytes`` rounded up to whole pages, with real disk blocks where the filesystem has them.
 

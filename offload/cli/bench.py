@@ -44,6 +44,40 @@ def optimizer_command(
     click.echo(text)
 
 
+@bench_group.command("overhead")
+@click.argument("path", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--rounds", type=click.IntRange(min=1), default=None, help="Interleaved repetitions; 15 by default.")
+def overhead_command(path: str | None, as_json: bool, rounds: int | None) -> None:
+    """What the engine's Python costs per unit and pass: 2,000 small parameters in 50 units, and 3 huge ones.
+
+    Swap files go to a temporary folder under PATH, by default that of the system.
+    """
+    from offload.bench import overhead
+
+    click.echo(overhead.run(as_json, rounds=rounds or overhead.DEFAULT_ROUNDS, path=path))
+
+
+@bench_group.command("models")
+@click.option("--mode", "modes", multiple=True, help="Only this mode: train, checkpointing, or 'compiled blocks'.")
+@click.option("--write", type=click.Path(exists=True, dir_okay=False), default=None, help="Put the table into PATH.")
+def models_command(modes: tuple[str, ...], write: str | None) -> None:
+    """Small models of many architectures with and without offload, bit for bit. Needs transformers and peft."""
+    from pathlib import Path
+
+    from offload.bench import architectures
+
+    if unknown := set(modes) - set(architectures.MODES):
+        raise click.UsageError(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(architectures.MODES)}")
+    click.echo(
+        architectures.run(
+            lambda line: click.echo(line, err=True),
+            modes=modes or tuple(architectures.MODES),
+            write=None if write is None else Path(write),
+        )
+    )
+
+
 @bench_group.command("io")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
