@@ -35,19 +35,14 @@ def train_command(
     and end the run with status 143 or 138; a second signal ends it at once.
     """
     with reported(debug=debug), Interruption() as interruption:
-        run_dir = _run_to_resume(run_dir, resume)
-        status = _train(_config(arguments, run_dir, resume), interruption, resume, as_json=as_json)
+        config = _config(arguments, run_dir, resume)
+        if resume == "auto" and config.run_dir is None and config.checkpoint.directory is None:
+            from offload.checkpoint.run import newest_run
+
+            found = newest_run()
+            config = config if found is None else _config(arguments, str(found), resume)
+        status = _train(config, interruption, resume, as_json=as_json)
     sys.exit(status)
-
-
-def _run_to_resume(run_dir: str | None, resume: str | None) -> str | None:
-    """Without a directory, `--resume auto` means the run that saved last."""
-    if resume != "auto" or run_dir is not None:
-        return run_dir
-    from offload.checkpoint.run import newest_run
-
-    found = newest_run()
-    return None if found is None else str(found)
 
 
 def _config(arguments: Sequence[str], run_dir: str | None, resume: str | None = None) -> Config:

@@ -216,6 +216,21 @@ def test_a_run_starts_from_exported_weights(tmp_path: Path, monkeypatch: pytest.
     assert result.exit_code == 2 and "no such file" in result.stderr and not (tmp_path / "third").exists()
 
 
+def test_the_run_that_saved_last_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ["train", *TINY, "train.eval_batches=0", "checkpoint.interval=2"]
+    for name in ("a", "b"):
+        assert CliRunner().invoke(main, [*common, "train.steps=2", "--run-dir", f"runs/{name}"]).exit_code == 0
+    # Without CONFIG as that run was configured, but for what the command line says.
+    result = CliRunner().invoke(main, ["train", "--resume", "auto", "train.steps=4"])
+    assert result.exit_code == 0 and "resumed from runs/b/checkpoints/step-00000002" in result.stdout, result.stdout
+    assert [record["step"] for record in records(tmp_path / "runs" / "b")] == [1, 2, 3, 4]
+    # A directory in the configuration is the one that is meant.
+    result = CliRunner().invoke(main, [*common, "train.steps=3", "run_dir=elsewhere", "--resume", "auto"])
+    assert result.exit_code == 0 and "resumed" not in result.stdout, result.stdout
+    assert [record["step"] for record in records(tmp_path / "elsewhere")] == [1, 2, 3]
+
+
 def test_resume_of_what_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main, ["train", *TINY, "--resume", str(tmp_path / "none"), "--run-dir", str(tmp_path / "r")]
