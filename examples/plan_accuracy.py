@@ -60,9 +60,10 @@ def run(settings: list[str], swap: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--swap", default=".", help="folder for swap files and run directories")
+    parser.add_argument("--only", type=int, nargs="*", default=range(len(RUNS)), help="numbers of runs, from 0")
     arguments = parser.parse_args()
     print("| run | bound by | quantity | predicted | measured | off |\n|---|---|---|---|---|---|")
-    for name, settings in RUNS.items():
+    for name, settings in [list(RUNS.items())[number] for number in arguments.only]:
         summary = run(settings, arguments.swap)
         plan, compared = summary["plan"], summary["predicted_against_measured"]
         assert isinstance(plan, dict) and isinstance(compared, dict), "no prediction was made"
