@@ -217,8 +217,9 @@ class _Trainer:
         lr = engine.optimizer.param_groups[0]["lr"]
         batches = [self.data.train_batch(step, micro_batch) for micro_batch in range(count)]
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        if count > 1 or engine.config.schedule.optimizer_step == "eager":
-            # Only here may units serve all micro-batches at once, or be updated during backward.
+        waits_for_norm = self.config.optimizer.max_grad_norm is not None or self.config.optimizer.check_finite
+        if count > 1 or not waits_for_norm:
+            # Only in there may units serve all micro-batches at once, or be updated during backward.
             with self.timers.phase("micro-batches and step"):
                 result = engine.train_batch(batches, self._loss_of)
             mean_loss = float(result.loss or 0.0)

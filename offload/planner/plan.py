@@ -38,16 +38,20 @@ from offload.tiers import Tier
 
 Model = nn.Module | Callable[[], nn.Module]
 _BASE_CODE = """
-import sys, torch
+import sys, tempfile, torch
 for name in sys.argv[1:]:
     __import__(name)
 import offload, offload.train
-model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
-with offload.initialize(model, {"device": "cpu", "memory": {"host": 1 << 26}}) as engine:
-    for _ in range(2):
-        engine.backward(engine(torch.ones(64, 64, dtype=torch.bfloat16)).float().sum())
-        engine.step()
-    print(engine.memory().workspace)
+places = {"parameters": "host", "gradients": "host", "optimizer": "nvme"}
+with tempfile.TemporaryDirectory() as folder:
+    config = {"device": "cpu", "memory": {"host": 1 << 26, "nvme_paths": [folder]}, "placement": places}
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(2)))
+    with offload.initialize(model, config) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(64, 256, dtype=torch.bfloat16)).float().sum())
+            engine.step()
+        engine.synchronize()
+        print(engine.memory().workspace)
 """
 
 

@@ -131,15 +131,15 @@ class Setting:
                     nvme["gradients"] -= flat.shared_start * width
 
     def _leased(self) -> int:
-        """Bytes of the weights that are on the device at once: of a unit, of the next one, which is loaded meanwhile,
-        and of the one before, which may be given up late.
+        """Bytes of the weights that are on the device at once: of a unit, of the one before, which may be given up
+        late, and of the next two, which are loaded meanwhile. The placement plan's room is the bound.
         """
         sizes = []
         for visit in self.course.visits:
             flats = [(u, f, flat) for u in visit for f, flat in enumerate(self.units[u].flats)]
             home = (Tier.DEVICE, Tier.HOST) if self.course.aliases_host else (Tier.DEVICE,)
             sizes.append(sum(flat.nbytes for u, f, flat in flats if self.plan.flats[u, f].weight not in home))
-        return max((sum(sizes[max(0, i - 1) : i + 2]) for i in range(len(sizes))), default=0)
+        return max((sum(sizes[max(0, i - 1) : i + 3]) for i in range(len(sizes))), default=0)
 
     def _gathered(self) -> int:
         """Host bytes in which gradients for nvme are summed while their unit's arrive.
