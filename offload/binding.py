@@ -271,7 +271,7 @@ class Binding:
             return None
         if activity.frames[-1].foreign or any(frame.visit is not None for frame in activity.frames):
             return None
-        if not root.sees_everything():
+        if not root.sees_everything() or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         arguments = repeatable_arguments((args, kwargs))
         return None if arguments is None else Visit(root, *arguments, self._repeat)

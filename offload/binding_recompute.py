@@ -112,11 +112,21 @@ def repeatable_arguments(arguments: Any) -> tuple[list[Any], TreeSpec] | None:
         if isinstance(leaf, Tensor):
             if type(leaf) not in (Tensor, nn.Parameter) and not isinstance(leaf, nn.Parameter):
                 return None
-            if leaf.layout is not torch.strided:
+            if leaf.layout is not torch.strided or leaf.is_inference():
                 return None
         elif leaf is not None and not isinstance(leaf, (*_VALUES, *_TORCH_VALUES)):
             return None
     return leaves, spec
+
+
+def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Bytes by storage."""
+    found = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
 
 
 def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
@@ -182,18 +192,13 @@ class Visit:
 
     def saved_bytes(self) -> int:
         """Bytes that the forward saved beyond its inputs."""
-        own = {leaf.untyped_storage()._cdata for leaf, _ in self._inputs}
-        storages = {}
-        for value, _ in self._values or ():
-            storage = value.untyped_storage()
-            if storage._cdata not in own:
-                storages[storage._cdata] = storage.nbytes()
-        return sum(storages.values())
+        own = _storages([leaf for leaf, _ in self._inputs])
+        saved = _storages([value for value, _ in self._values or ()])
+        return sum(nbytes for key, nbytes in saved.items() if key not in own)
 
     def input_bytes(self) -> int:
         """Bytes of the inputs."""
-        storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf, _ in self._inputs}
-        return sum(storages.values())
+        return sum(_storages([leaf for leaf, _ in self._inputs]).values())
 
     def unchanged(self) -> bool:
         """Whether inputs and buffers are as they were before the forward."""

@@ -175,8 +175,9 @@ class _InSwap(_Away):
             raise OffloadError("placement.activations = 'nvme', but the engine has no swap store")
         self._extent = store.allocate(form.nbytes, "inputs of a unit", kind=KIND)
         weakref.finalize(self, spill.free, self._extent).atexit = False
-        source = form.range_of(tensor)
-        self._written = spill.submit(partial(_write, spill.memory, self._extent, source))
+        # The worker must not copy before what computes the tensor has run.
+        task = partial(_write, spill.memory, self._extent, form.range_of(tensor), spill.memory.device.record())
+        self._written = spill.submit(task)
         self._read: Future[None] | None = None
 
     def sent(self, *, wait: bool) -> bool:
@@ -327,7 +328,7 @@ def _pieces(memory: TierMemory, nbytes: int) -> range:
     return range(0, nbytes, max(PAGE, memory.staging.slot_bytes // PAGE * PAGE))
 
 
-def _write(memory: TierMemory, extent: Extent, source: Tensor) -> None:
+def _write(memory: TierMemory, extent: Extent, source: Tensor, computed: Event) -> None:
     assert memory.store is not None
     tickets = []
     pieces = _pieces(memory, source.numel())
@@ -339,7 +340,7 @@ def _write(memory: TierMemory, extent: Extent, source: Tensor) -> None:
             if memory.device.aliases_host:
                 staged.copy_(part)
             else:
-                memory.copy_out(staged, part).wait()
+                memory.copy_out(staged, part, after=(computed,)).wait()
             ticket = memory.store.write(extent, staged, offset=lo, priority=Priority.SPILL)
         except BaseException:
             slot.release()
