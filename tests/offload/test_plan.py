@@ -20,7 +20,7 @@ from offload.config import load_config
 from offload.models import Llama, LlamaConfig
 from offload.planner.floors import PHASES, Rates, Work, disk_seconds, floor_of
 from offload.planner.heap import Heap, heap_peak
-from offload.planner.machine import Disk, measure_operations
+from offload.planner.machine import Disk, OperationCosts, measure_operations
 from offload.planner.settings import layer_major, schedule_of
 from offload.planner.shapes import trace_step
 from offload.planner.work import Course, step_work
@@ -167,12 +167,17 @@ def test_models_that_cannot_be_traced_are_named() -> None:
         trace_step(nn.Linear(4, 4), [], {}, torch.ones(2, 4), device=torch.device("cpu"))
 
 
+def _unmeasured(operations: dict[str, Any], **_: Any) -> OperationCosts:
+    return OperationCosts(seconds=dict.fromkeys(operations, 1e-6), flops_per_s=1e11)
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements that take no time."""
     monkeypatch.setattr(plan_module, "base_bytes", lambda _model: 300 << 20)
     monkeypatch.setattr(plan_module, "stream_rate", lambda: 10e9)
     monkeypatch.setattr(plan_module, "kernel_seconds", lambda *_: 2e-9)
+    monkeypatch.setattr(plan_module, "measure_operations", _unmeasured)
     monkeypatch.setattr(plan_module, "disk_of", lambda *_: Disk(read=2e9, write=1e9, mixed=1.2e9))
 
 
