@@ -185,6 +185,17 @@ class FlatGradients:
                 plane = self._planes.pop((held, Place.GATHERING), None)
                 if plane is not None:
                     plane.free()  # writes under way keep the memory
+        self._let_go_of_first()
+
+    def _let_go_of_first(self) -> None:
+        """Once all are sums, the plane of first contributions is of no use until the next step."""
+        held = {entry.held for entry in self._entries.values() if entry.held is not Held.NOTHING}
+        if self._taken or self._late or held != {Held.SUM}:
+            return
+        plane = self._planes.get((Held.RAW, Place.REST))
+        if plane is not None and plane.tier is not Tier.NVME:
+            del self._planes[Held.RAW, Place.REST]
+            plane.free()
 
     def _rest(self, entries: Sequence[_Entry], queue: SlotQueue) -> None:
         tickets = []
