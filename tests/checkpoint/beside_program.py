@@ -30,7 +30,7 @@ def main(directory: str, steps: int) -> None:
             "precision": {"compute_dtype": "bf16"},
         },
     )
-    x = torch.randn(4096, 2048).bfloat16()
+    x = torch.randn(1024, 2048).bfloat16()
 
     def run(save: str) -> float:
         began = time.perf_counter()
