@@ -39,6 +39,7 @@ TINY = (
     "placement.gradients=host",
     "placement.optimizer=nvme",
     "checkpoint.keep=2",
+    "log.predict=false",
 )
 
 
