@@ -21,6 +21,10 @@ from offload.planner.work import Course, step_work
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
 
+LOADED = 40 << 20
+"""Bytes that the libraries take for a model of some size beyond one of none: compiled kernels, arenas of threads."""
+HEAP_SLACK = 1.25
+"""What the heap takes for a byte of its model: more is lost between blocks that live for different times."""
 UNIT_SECONDS = 1.5e-3
 """Hooks, leases and views of one unit in one direction."""
 
@@ -268,12 +272,13 @@ def _lead(setting: Setting, speeds: Speeds, names: Sequence[str]) -> float:
 def _workspace(setting: Setting) -> int:
     """Bytes of the process beyond the budgets: what is loaded, activations, autograd's temporaries, heap slack."""
     shapes, course = setting.shapes, setting.course
+    heap = int(HEAP_SLACK * shapes.heap)
     held = course.micro_batches if course.layer_major else 1
     if setting.recompute:
         # Boundaries of all units, and one unit's own activations at a time.
         inner = shapes.kept // max(1, len(course.visits))
         boundaries = 0 if setting.activations == "nvme" else held * shapes.boundaries
-        alive = boundaries + inner + (shapes.heap - shapes.kept)
+        alive = boundaries + inner + (heap - shapes.kept)
     else:
-        alive = (held - 1) * shapes.kept + shapes.heap
-    return setting.base + setting.buffers + alive
+        alive = (held - 1) * shapes.kept + heap
+    return setting.base + LOADED + setting.buffers + alive
