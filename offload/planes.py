@@ -9,12 +9,10 @@ fall on 4 KiB pages.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -24,6 +22,7 @@ from offload.errors import OffloadError
 from offload.layout import BLOCK
 from offload.telemetry.trace import WAIT
 from offload.tiers import Tier, TierMemory
+from offload.worker import Worker
 from optimizer_cpu.formats import PlaneSpec
 from swap.devices import Device, Event
 from swap.engines.protocol import Priority
@@ -321,8 +320,7 @@ class Loader:
 
     def __init__(self, memory: TierMemory) -> None:
         self._memory = memory
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("offload-loader")
 
     @property
     def device(self) -> Device:
@@ -341,13 +339,7 @@ class Loader:
         # The copies run on their own stream and from another thread: they must not overtake work that still uses the
         # memory of `out`.
         allocated = device.record()
-        if self._thread is None:
-            # It knows the queue only, so that a forgotten engine can be collected while it sleeps; a daemon, so that
-            # the interpreter can exit while a load waits for something that will not come.
-            self._thread = threading.Thread(target=_work, args=(self._tasks,), name="offload-loader", daemon=True)
-            self._thread.start()
-        future: Future[None] = Future()
-        self._tasks.put(partial(_run, future, partial(self._staged, plane, out, lo, hi, allocated)))
+        future = self._worker.submit(partial(self._staged, plane, out, lo, hi, allocated))
         return FutureCompletion(future)
 
     def settle(self, completion: Completion) -> None:
@@ -371,26 +363,4 @@ class Loader:
 
     def close(self) -> None:
         """Joins the thread; what it had not begun fails, since staging and store are closed by now. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._tasks.put(None)
-            if thread is not threading.current_thread():  # a finalizer may run anywhere
-                thread.join()
-
-
-def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        task()
-        del task  # a sleeping thread keeps nobody's tensors alive
-
-
-def _run(future: Future[None], function: Callable[[], None]) -> None:
-    try:
-        function()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
+        self._worker.close()

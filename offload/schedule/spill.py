@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from offload.binding_recompute import Stored
 from offload.errors import OffloadError
 from offload.tiers import Tier, TierMemory
+from offload.worker import Worker
 from swap.budget import Reservation
 from swap.devices import DeviceOutOfMemory, Event
 from swap.engines.protocol import Priority
@@ -222,8 +222,7 @@ class Spill:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[_Away]]] = {}
         self._charged: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[_Charged]]] = {}
         self._sending: deque[weakref.ref[_OnHost | _InSwap]] = deque()
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("offload-spill")
         self._closed = False
         self._lock = threading.Lock()
         self.puts = 0
@@ -296,31 +295,21 @@ class Spill:
         """Runs `task` on the worker, after everything submitted before."""
         if self._closed:
             raise OffloadError("the engine is closed: activations that it had put away are gone")
-        if self._thread is None:
-            # It knows the queue only, so that a forgotten engine can be collected while it sleeps.
-            self._thread = threading.Thread(target=_work, args=(self._tasks,), name="offload-spill", daemon=True)
-            self._thread.start()
-        future: Future[None] = Future()
-        self._tasks.put(partial(_run, future, task))
-        return future
+        return self._worker.submit(task)
 
     def free(self, extent: Extent) -> None:
         """Gives an extent back once its transfers have ended. For finalizers too."""
-        self._tasks.put(partial(_free, self.memory, extent))
+        self._worker.post(partial(_free, self.memory, extent))
 
     def settle(self) -> None:
         """Waits until everything that was asked for is done."""
-        if self._thread is not None:
+        if self._worker.started:
             self.submit(lambda: None).result()
 
     def close(self) -> None:
         """Joins the worker; what it had not begun fails. Idempotent."""
         self._closed = True
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._tasks.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
+        self._worker.close()
 
 
 def _pieces(memory: TierMemory, nbytes: int) -> range:
@@ -369,21 +358,3 @@ def _free(memory: TierMemory, extent: Extent) -> None:
     if memory.store is not None and not memory.store.closed:
         with contextlib.suppress(SwapError):
             memory.store.free(extent)
-
-
-def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
-    while True:
-        task = tasks.get()
-        if task is None:
-            return
-        task()
-        del task  # a sleeping thread keeps nobody's tensors alive
-
-
-def _run(future: Future[None], task: Callable[[], None]) -> None:
-    try:
-        task()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
