@@ -136,7 +136,6 @@ def test_values_that_contradict_each_other(source: Any) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "schedule.optimizer_step=deferred",
         "parallel.shard_size=2",
     ],
 )
