@@ -87,14 +87,83 @@ struct Simd {
         return static_cast<I>(sign | (static_cast<std::uint32_t>(bits(shifted)) - 0x3F000000u));
     }
 
-    // Unsigned maximum of the two 16-bit halves of each lane, and of all lanes.
-    static I max_halves(I a, I b) {
-        const std::uint32_t x = static_cast<std::uint32_t>(a), y = static_cast<std::uint32_t>(b);
-        const std::uint32_t high = (x >> 16) > (y >> 16) ? x >> 16 : y >> 16;
-        const std::uint32_t low = (x & 0xFFFF) > (y & 0xFFFF) ? x & 0xFFFF : y & 0xFFFF;
-        return static_cast<I>(high << 16 | low);
+    // Where a is no NaN: a's bits and an offset.
+    static I add_unless_nan(F a, I offset, I nan) { return is_nan(a) ? nan : addi(bits(a), offset); }
+    // a + b * c where b * c is exact.
+    static F add_product(F a, F b, F c) { return a + b * c; }
+
+    // Even and odd elements of (a, b), and back: they are that already.
+    static void unzip(F&, F&) {}
+    static void zip(F&, F&) {}
+
+    // Two lanes of 16 bits, the even one in the low half, unsigned but for sra16.
+    static std::uint32_t even16(I a) { return static_cast<std::uint32_t>(a) & 0xFFFFu; }
+    static std::uint32_t odd16(I a) { return static_cast<std::uint32_t>(a) >> 16; }
+    static I pair16(std::uint32_t even, std::uint32_t odd) { return static_cast<I>((even & 0xFFFFu) | odd << 16); }
+    static I set16(int x) { return pair16(static_cast<std::uint32_t>(x), static_cast<std::uint32_t>(x)); }
+    static I load_halves(const std::uint16_t* p) { return pair16(p[0], p[1]); }
+    static void store_halves(std::uint16_t* p, I a) {
+        p[0] = static_cast<std::uint16_t>(even16(a));
+        p[1] = static_cast<std::uint16_t>(odd16(a));
     }
-    static std::uint32_t reduce_max_halves(I a) { return static_cast<std::uint32_t>(a); }
+    static I load_bytes(const std::uint8_t* p) { return pair16(p[0], p[1]); }
+    static I load_signed_bytes(const std::uint8_t* p) {
+        return pair16((p[0] ^ 0x80u) - 0x80u, (p[1] ^ 0x80u) - 0x80u);
+    }
+    static void store_bytes(std::uint8_t* p, I a) {  // the low byte of each lane
+        p[0] = static_cast<std::uint8_t>(even16(a) & 0xFFu);
+        p[1] = static_cast<std::uint8_t>(odd16(a) & 0xFFu);
+    }
+    static std::uint32_t larger(std::uint32_t a, std::uint32_t b) { return a > b ? a : b; }
+    static std::uint32_t smaller(std::uint32_t a, std::uint32_t b) { return a < b ? a : b; }
+    static I add16(I a, I b) { return pair16(even16(a) + even16(b), odd16(a) + odd16(b)); }
+    static I sub16(I a, I b) { return pair16(even16(a) - even16(b), odd16(a) - odd16(b)); }
+    static I subs16(I a, I b) { return sub16(max16(a, b), b); }  // not below 0
+    static I max16(I a, I b) { return pair16(larger(even16(a), even16(b)), larger(odd16(a), odd16(b))); }
+    static I min16(I a, I b) { return pair16(smaller(even16(a), even16(b)), smaller(odd16(a), odd16(b))); }
+    template <int S> static I sll16(I a) { return pair16(even16(a) << S, odd16(a) << S); }
+    template <int S> static I srl16(I a) { return pair16(even16(a) >> S, odd16(a) >> S); }
+    template <int S> static I sra16(I a) {
+        constexpr std::uint32_t sign = 1u << (15 - S);
+        return pair16(((even16(a) >> S) ^ sign) - sign, ((odd16(a) >> S) ^ sign) - sign);
+    }
+    // Even lane of `even`, odd lane of `odd`.
+    static I blend16(I even, I odd) { return pair16(even16(even), odd16(odd)); }
+    static I add_where_nonzero16(I a, I b) {
+        return pair16(even16(a) != 0 ? even16(a) + even16(b) : 0, odd16(a) != 0 ? odd16(a) + odd16(b) : 0);
+    }
+    static I add_where_equal16(I a, I b, I x, I y) {  // a + b where x is y, else a
+        return pair16(even16(a) + (even16(x) == even16(y) ? even16(b) : 0),
+                      odd16(a) + (odd16(x) == odd16(y) ? odd16(b) : 0));
+    }
+
+    // Eight lanes of 16 bits, unsigned, in two fours.
+    struct Eight {
+        std::uint16_t at[8];
+    };
+    template <class Each> static Eight eight(Each each) {
+        Eight x;
+        for (int k = 0; k < 8; ++k) x.at[k] = static_cast<std::uint16_t>(each(k));
+        return x;
+    }
+    static Eight load_eight(const std::uint16_t* low, const std::uint16_t* high) {
+        return eight([&](int k) { return k < 4 ? low[k] : high[k - 4]; });
+    }
+    static void store_eight(std::uint16_t* low, std::uint16_t* high, Eight a) {
+        std::memcpy(low, a.at, 4 * sizeof a.at[0]);
+        std::memcpy(high, a.at + 4, 4 * sizeof a.at[0]);
+    }
+    static Eight and_eight(Eight a, int mask) { return eight([&](int k) { return a.at[k] & mask; }); }
+    static Eight subs_eight(Eight a, int x) { return eight([&](int k) { return a.at[k] > x ? a.at[k] - x : 0; }); }
+    template <int S> static Eight srl_eight(Eight a) { return eight([&](int k) { return a.at[k] >> S; }); }
+    static Eight double_high_four(Eight a) { return eight([&](int k) { return k < 4 ? a.at[k] : 2 * a.at[k]; }); }
+    // Maxima of four vectors a and four vectors b.
+    static Eight maxima16(const I (&a)[4], const I (&b)[4]) {
+        return eight([&](int k) {
+            const I x = k < 4 ? a[k] : b[k - 4];
+            return larger(even16(x), odd16(x));
+        });
+    }
 
     static D zero_d() { return 0.0; }
     static D low_d(F a) { return a; }
