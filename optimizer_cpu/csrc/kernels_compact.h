@@ -70,7 +70,8 @@ struct Offsets {
     }
     static void put(Each (&to)[kPairs], const std::int32_t (&from)[kGroup], std::size_t i) {
         Each& each = to[i / kPair];
-        (i % 2 == 0 ? each.even : each.odd)[i % kPair / 2] = from[i];
+        std::int32_t* half = i % 2 == 0 ? each.even : each.odd;
+        half[i % kPair / 2] = from[i];
     }
 };
 
@@ -113,7 +114,8 @@ private:
     void set(Simd::Eight scale) {
         constexpr int kFirst = 7 << 7;  // octaves below the one that the scale names
         static_assert(kRootFraction == kMomentFraction + 1);
-        Simd::store_eight(base, base + kQuad, Simd::double_high_four(Simd::srl_eight<7 - kMomentFraction>(Simd::subs_eight(scale, kFirst))));
+        const Simd::Eight above = Simd::subs_eight(scale, kFirst);
+        Simd::store_eight(base, base + kQuad, Simd::double_high_four(Simd::srl_eight<7 - kMomentFraction>(above)));
     }
 };
 
@@ -213,7 +215,7 @@ inline F compact_update(F p, F m, F root, F raw, const Constants& c) {
     return Simd::add_product(adamw_master(p, m, root, c), raw, Simd::set(0.0f));
 }
 
-// In two passes: the chain from codes to codes is long, and one over the whole of it leaves too few elements in flight.
+// In two passes: the chain from codes to codes is so long that a processor could not hold enough of them at a time.
 template <class G>
 [[gnu::always_inline]] inline void compact_step_quad(const CompactPlanes& x, const typename G::T* g, const Constants& c,
                                                      const Offsets& offsets, Rounded& rounded) {

@@ -37,11 +37,8 @@ struct Simd {
     static I subi(I a, I b) { return _mm256_sub_epi32(a, b); }
     static I andi(I a, I b) { return _mm256_and_si256(a, b); }
     static I ori(I a, I b) { return _mm256_or_si256(a, b); }
-    static I mini(I a, I b) { return _mm256_min_epi32(a, b); }
-    static I maxi(I a, I b) { return _mm256_max_epi32(a, b); }
     template <int S> static I sll(I a) { return _mm256_slli_epi32(a, S); }
     template <int S> static I srl(I a) { return _mm256_srli_epi32(a, S); }
-    template <int S> static I sra(I a) { return _mm256_srai_epi32(a, S); }
 
     static M is_nan(F a) { return _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
     static M equal(I a, I b) { return _mm256_cmpeq_epi32(a, b); }
@@ -53,12 +50,6 @@ struct Simd {
     static I load_s16(const std::int16_t* p) {
         return _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
-    static I load_u8(const std::uint8_t* p) {
-        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    }
-    static I load_s8(const std::int8_t* p) {
-        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-    }
     static __m128i pack16(I a) {
         const __m256i low = _mm256_and_si256(a, _mm256_set1_epi32(0xFFFF));
         return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -68,10 +59,6 @@ struct Simd {
     static constexpr std::size_t kStreamAlign = 16;
     static void stream16(std::uint16_t* p, I a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), pack16(a)); }
     static void stream_end() { _mm_sfence(); }
-    static void store8(std::uint8_t* p, I a) {
-        const __m128i words = pack16(_mm256_and_si256(a, _mm256_set1_epi32(0xFF)));
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
-    }
 
     static F from_half(const std::uint16_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

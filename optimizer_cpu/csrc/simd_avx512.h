@@ -37,11 +37,8 @@ struct Simd {
     static I subi(I a, I b) { return _mm512_sub_epi32(a, b); }
     static I andi(I a, I b) { return _mm512_and_si512(a, b); }
     static I ori(I a, I b) { return _mm512_or_si512(a, b); }
-    static I mini(I a, I b) { return _mm512_min_epi32(a, b); }
-    static I maxi(I a, I b) { return _mm512_max_epi32(a, b); }
     template <int S> static I sll(I a) { return _mm512_slli_epi32(a, S); }
     template <int S> static I srl(I a) { return _mm512_srli_epi32(a, S); }
-    template <int S> static I sra(I a) { return _mm512_srai_epi32(a, S); }
 
     static M is_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
     static M equal(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
@@ -53,12 +50,6 @@ struct Simd {
     static I load_s16(const std::int16_t* p) {
         return _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }
-    static I load_u8(const std::uint8_t* p) {
-        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
-    static I load_s8(const std::int8_t* p) {
-        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    }
     static void store16(std::uint16_t* p, I a) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
     }
@@ -68,9 +59,6 @@ struct Simd {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
     }
     static void stream_end() { _mm_sfence(); }
-    static void store8(std::uint8_t* p, I a) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
-    }
 
     static F from_half(const std::uint16_t* p) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -83,7 +71,7 @@ struct Simd {
     static I add_unless_nan(F a, I offset, I nan) {
         return _mm512_mask_add_epi32(nan, _mm512_cmp_ps_mask(a, a, _CMP_ORD_Q), bits(a), offset);
     }
-    // a + b * c where b * c is exact: one rounding, as in two instructions.
+    // a + b * c where b * c is exact: one rounding either way.
     static F add_product(F a, F b, F c) { return _mm512_fmadd_ps(b, c, a); }
 
     // Even and odd elements of (a, b), and back.

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 namespace {
 
@@ -38,11 +37,8 @@ struct Simd {
     static I subi(I a, I b) { return vsubq_s32(a, b); }
     static I andi(I a, I b) { return vandq_s32(a, b); }
     static I ori(I a, I b) { return vorrq_s32(a, b); }
-    static I mini(I a, I b) { return vminq_s32(a, b); }
-    static I maxi(I a, I b) { return vmaxq_s32(a, b); }
     template <int S> static I sll(I a) { return vshlq_n_s32(a, S); }
     template <int S> static I srl(I a) { return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a), S)); }
-    template <int S> static I sra(I a) { return vshrq_n_s32(a, S); }
 
     static M is_nan(F a) { return vmvnq_u32(vceqq_f32(a, a)); }
     static M equal(I a, I b) { return vceqq_s32(a, b); }
@@ -50,27 +46,10 @@ struct Simd {
 
     static I load_u16(const std::uint16_t* p) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(p))); }
     static I load_s16(const std::int16_t* p) { return vmovl_s16(vld1_s16(p)); }
-    static uint8x8_t four_bytes(const void* p) {
-        std::uint32_t word;
-        std::memcpy(&word, p, sizeof word);
-        return vreinterpret_u8_u32(vdup_n_u32(word));
-    }
-    static I load_u8(const std::uint8_t* p) {
-        return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p)))));
-    }
-    static I load_s8(const std::int8_t* p) {
-        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(p)))));
-    }
     static void store16(std::uint16_t* p, I a) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(a))); }
     static constexpr std::size_t kStreamAlign = 0;  // no such store
     static void stream16(std::uint16_t* p, I a) { store16(p, a); }
     static void stream_end() {}
-    static void store8(std::uint8_t* p, I a) {
-        const uint16x4_t words = vmovn_u32(vreinterpretq_u32_s32(a));
-        const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
-        const std::uint32_t word = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
-        std::memcpy(p, &word, sizeof word);
-    }
 
     static F from_half(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
     static I to_half(F x) { return vreinterpretq_s32_u32(vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(x)))); }

@@ -46,11 +46,8 @@ struct Simd {
     static I subi(I a, I b) { return static_cast<I>(static_cast<std::uint32_t>(a) - static_cast<std::uint32_t>(b)); }
     static I andi(I a, I b) { return a & b; }
     static I ori(I a, I b) { return a | b; }
-    static I mini(I a, I b) { return a < b ? a : b; }
-    static I maxi(I a, I b) { return a > b ? a : b; }
     template <int S> static I sll(I a) { return static_cast<I>(static_cast<std::uint32_t>(a) << S); }
     template <int S> static I srl(I a) { return static_cast<I>(static_cast<std::uint32_t>(a) >> S); }
-    template <int S> static I sra(I a) { return a >> S; }
 
     static M is_nan(F a) { return a != a; }
     static M equal(I a, I b) { return a == b; }
@@ -58,13 +55,10 @@ struct Simd {
 
     static I load_u16(const std::uint16_t* p) { return *p; }
     static I load_s16(const std::int16_t* p) { return *p; }
-    static I load_u8(const std::uint8_t* p) { return *p; }
-    static I load_s8(const std::int8_t* p) { return *p; }
     static void store16(std::uint16_t* p, I a) { *p = static_cast<std::uint16_t>(a & 0xFFFF); }
     static constexpr std::size_t kStreamAlign = 0;  // no such store
     static void stream16(std::uint16_t* p, I a) { store16(p, a); }
     static void stream_end() {}
-    static void store8(std::uint8_t* p, I a) { *p = static_cast<std::uint8_t>(a & 0xFF); }
 
     static F from_half(const std::uint16_t* p) {
         const std::uint32_t h = *p, sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31u, fraction = h & 0x3FFu;
