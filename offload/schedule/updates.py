@@ -136,7 +136,8 @@ class UnitUpdate:
                 gradients.release()
             for state in self.states:
                 state.pending = None
-        self._gradients = ()
+        # No cycle keeps a forgotten engine's memory until the collector comes by.
+        self._gradients, self.states = (), ()
         self._ended.set()
 
     def abandon(self, queue: SlotQueue) -> None:
