@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import threading
 import weakref
 from collections import deque
@@ -165,6 +166,7 @@ class Updates:
         self._error: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
     # For the engine
 
@@ -261,7 +263,9 @@ class Updates:
         return not self._pending
 
     def close(self) -> None:
-        """Gives up what has not been done and joins the worker. Idempotent."""
+        """Gives up what has not been done and joins the worker. Idempotent; nothing in a forked child."""
+        if os.getpid() != self._process:
+            return  # the child has no worker, and may have its lock as the worker held it
         with self._changed:
             self._closed = True
             self._changed.notify_all()
