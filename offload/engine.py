@@ -382,6 +382,11 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
             self._memory.spans.begin(WAIT, "wait for the optimizer", self)
             try:
                 self._updates.drain()
+            except BaseException:
+                # A second Ctrl-C: what belongs to the step, such as its number, is not done.
+                if self._status is Status.READY:
+                    self._change(Status.FAILED)
+                raise
             finally:
                 self._memory.spans.end(self)
 
