@@ -523,6 +523,8 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
     def _check(self, action: str) -> None:
         if self._status is Status.READY:
             return
+        if self._status is Status.FAILED:
+            self._updates.report()  # the cause comes before its consequence
         hint = (
             ": an optimizer step or a load was cut short, so the state is partly old and partly new"
             if self._status is Status.FAILED

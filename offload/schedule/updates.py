@@ -91,6 +91,8 @@ class UnitUpdate:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the update of unit {self.name} was not done after {timeout} s")
         if self.error is not None:
+            if owner is not None:
+                owner.told = True
             raise fresh(self.error)
 
     def done(self) -> bool:
@@ -164,6 +166,8 @@ class Updates:
         self._changed = threading.Condition()
         self._pending: dict[int, UnitUpdate] = {}
         self._error: BaseException | None = None
+        self.told = False
+        """Whether somebody has met the error."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -255,12 +259,19 @@ class Updates:
             self._queue.drain()
         except Exception as error:
             self._error = self._error or error
+            self.told = True
             self._on_failure()
             raise
 
     @property
     def idle(self) -> bool:
         return not self._pending
+
+    def report(self) -> None:
+        """Raises the error of a failed update, if nobody has met it yet."""
+        if self._error is not None and not self.told:
+            self.told = True
+            raise fresh(self._error)
 
     def close(self) -> None:
         """Gives up what has not been done and joins the worker. Idempotent; nothing in a forked child."""
