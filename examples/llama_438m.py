@@ -80,10 +80,17 @@ def offloaded(swap: str, state_format: str) -> tuple[Step, Callable[[], None]]:
     )
     print(engine.describe())
 
+    parameters, before = sum(p.numel() for p in model.parameters()), engine.counters()
+
     def step(tokens: torch.Tensor) -> float:
+        nonlocal before
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
+        now = engine.counters()
+        read, written = ((now[k] - before[k]) / parameters for k in ("nvme_read_bytes", "nvme_write_bytes"))
+        before = now
+        print(f"disk: {read:.1f} bytes a parameter read, {written:.1f} written")
         return float(loss.detach())
 
     return step, engine.close

@@ -131,10 +131,7 @@ class CheckpointAccess(StateAccess):
             CheckpointError: scheduler, groups, `data` or `extra` hold something that JSON cannot.
         """
         self._check("save_checkpoint was called")
-        if keep is not None and keep < 1:
-            raise ValueError(f"save_checkpoint: keep = {keep} must be at least 1, or None to keep all")
-        if not 0.0 < share <= 1.0:
-            raise ValueError(f"save_checkpoint: share = {share} must be above 0 and at most 1")
+        _check_limits(keep, share)
         began = time.perf_counter()
         self._end_save(report=False)
         root, step = Path(directory), self._step_count + self._skipped_steps
@@ -462,6 +459,13 @@ def _clean_up(target: Path) -> None:
     with contextlib.suppress(OSError):
         if target.is_dir() and not is_complete(target):
             remove_checkpoint(target)
+
+
+def _check_limits(keep: int | None, share: float) -> None:
+    if keep is not None and keep < 1:
+        raise ValueError(f"save_checkpoint: keep = {keep} must be at least 1, or None to keep all")
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"save_checkpoint: share = {share} must be above 0 and at most 1")
 
 
 def _failed(target: Path, error: BaseException) -> CheckpointSaveError:
