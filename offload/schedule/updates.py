@@ -239,8 +239,7 @@ class Updates:
             if update is None:
                 break
             update.wait()
-        if self._error is not None:
-            raise fresh(self._error)
+        self._raise_error()
         self.settle_writes()
 
     def wait_for(self, most: int) -> None:
@@ -269,9 +268,8 @@ class Updates:
 
     def report(self) -> None:
         """Raises the error of a failed update, if nobody has met it yet."""
-        if self._error is not None and not self.told:
-            self.told = True
-            raise fresh(self._error)
+        if not self.told:
+            self._raise_error()
 
     def close(self) -> None:
         """Gives up what has not been done and joins the worker. Idempotent; nothing in a forked child."""
@@ -288,7 +286,11 @@ class Updates:
     def _check(self) -> None:
         if self._closed:
             raise OffloadError("the engine is closed")
+        self._raise_error()
+
+    def _raise_error(self) -> None:
         if self._error is not None:
+            self.told = True
             raise fresh(self._error)
 
     # The worker
