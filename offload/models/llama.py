@@ -24,7 +24,7 @@ INIT_STD = 0.02
 IGNORE_INDEX = -100
 
 
-@dataclass(slots=True)
+@dataclass  # without slots: hooks of other libraries read outputs through vars()
 class LlamaOutput:
     """``loss``: fp32 scalar, or None without labels. ``logits``: (batch, time, vocabulary), or None where the loss was
     computed in chunks.
