@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -104,12 +104,33 @@ class BatchTraining(StateAccess):
             forward=self,
             backward=self.backward,
             seed=lambda k: seed_everything(self.config.seed, step, k),
+            begins=lambda k: self._micro_batch_begins(k, len(batches)),
         )
-        with self._updating_early(work):
-            loss, tokens = self._runner.run(work)
+        self._check_alike(len(batches))
+        with self._updating_early(work), self._as_one(layer_major=self._runner.order(len(work)) == "layer_major"):
+            loss, _ = self._runner.run(work)
         # The number of tokens is only known at the end, so it divides the sum of the gradients, in the kernel.
-        self._clip_factor /= tokens
+        loss, divisor = self._over_ranks(work, loss)
+        self._clip_factor /= divisor
         return loss
+
+    def _known_divisor(self, work: MicroBatches) -> float | None:
+        """What the gradients are to be divided by, or None as long as it is not known."""
+        return work.tokens()
+
+    def _check_alike(self, count: int) -> None:
+        """Refuses a number of micro-batches that is not the same on all ranks."""
+
+    def _micro_batch_begins(self, k: int, count: int) -> None:
+        """Micro-batch `k` of `count` is about to run."""
+
+    def _as_one(self, *, layer_major: bool) -> AbstractContextManager[None]:
+        """Around the micro-batches of a step."""
+        return nullcontext()
+
+    def _over_ranks(self, work: MicroBatches, loss: float) -> tuple[float, float]:
+        """(mean loss, what the gradients are to be divided by) over all ranks."""
+        return loss, work.tokens() or 1
 
     @contextmanager
     def _updating_early(self, work: MicroBatches) -> Iterator[None]:
@@ -120,19 +141,23 @@ class BatchTraining(StateAccess):
             return
 
         def update(unit: Unit) -> bool:
-            tokens = work.tokens()
-            if tokens is None:
+            divisor = self._known_divisor(work)
+            if divisor is None:
                 return False
             # Residency's lock first: a unit that comes to rest calls this with it.
             with self._residency.lock, self._lock:
                 self._gradient_queue.drain()
                 held = [record for record in self._held() if record.unit == unit.index]
                 self._updated_early = True
-                self._run(held, 1.0 / tokens)
+                self._run(held, 1.0 / divisor)
             # The gradients of a pending update are in memory.
             self._updates.wait_for(_UPDATES_AT_ONCE)
             return True
 
+        if self._cluster is not None:
+            with self._cluster.updating_early(self._residency.units, update):
+                yield
+            return
         expected = [record for record in self._trainable.values() if record.parameter.requires_grad]
         units = {unit.index: unit for unit in self._residency.units}
         eager = self._eager = EagerStep(units, expected, len(work), update)

@@ -110,6 +110,8 @@ class Binding:
         self._spans = residency.memory.spans
         self.order = VisitOrder(prefetch_units)
         self.on_unit_backward: Callable[[Unit], None] | None = None
+        self.on_backward_end: Callable[[], None] | None = None
+        """Called in the thread of an outermost backward when it is over."""
         self.visitor: Visitor | None = None
         self.activations: Activations | None = None
         residency.reclaim = self._give_way
@@ -449,8 +451,11 @@ class Binding:
             if task is None:
                 return
             task.open -= 1
-            if task.open == 0:
-                self._release_task(task)
+            if task.open:
+                return
+            self._release_task(task)
+        if self.on_backward_end is not None:
+            self.on_backward_end()
 
     def _release_task(self, task: _GraphTask) -> None:
         self._spans.end(task)

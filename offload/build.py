@@ -19,9 +19,10 @@ from offload.checkpoint.weights import WeightSource, values_of
 from offload.config import Config
 from offload.errors import PlanError, UnsupportedModelError
 from offload.initialization import Creator, InitFn, materialise
-from offload.layout import ParameterSpec, UnitLayout, layout_unit
+from offload.layout import WHOLE, Division, ParameterSpec, UnitLayout, layout_unit
 from offload.machine import free_disk, host_memory, return_freed_memory
 from offload.optimizer import default_groups
+from offload.parallel.ranks import Ranks
 from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecord
 from offload.placement import Limits, Plan, Request, make_plan
 from offload.planes import SlotQueue
@@ -66,6 +67,9 @@ class Blueprint:
     optimized: set[int]
     creator: Creator
     source: WeightSource | None = None
+    ranks: Ranks | None = None
+    division: Division = WHOLE
+    wire: torch.dtype | None = None
 
 
 def check_model(model: nn.Module) -> None:
@@ -164,8 +168,28 @@ def draw_up(
     param_groups: Any,
     init_fn: InitFn | None,
     source: WeightSource | None = None,
+    ranks: Ranks | None = None,
 ) -> Blueprint:
-    """Splits, lays out and places the model. Allocates nothing but the device object."""
+    """Splits, lays out and places the model. Allocates nothing but the device object.
+
+    Closes `ranks` if it fails.
+    """
+    try:
+        return _draw_up(model, config, param_groups, init_fn, source, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _draw_up(
+    model: nn.Module,
+    config: Config,
+    param_groups: Any,
+    init_fn: InitFn | None,
+    source: WeightSource | None,
+    ranks: Ranks | None,
+) -> Blueprint:
     check_model(model)
     check_swap_paths(config.memory.nvme_paths)
     if config.placement.activations == "nvme" and not config.memory.nvme_paths:
@@ -183,14 +207,18 @@ def draw_up(
             f"{', '.join(forgotten[:3])}",
             stacklevel=3,
         )
-    layouts = [_layout(spec, config, optimized) for spec in specs]
-    device = create_device(config.device, capacity=_capacity(config), seed=config.seed)
+    division, wire = divide(config, ranks)
+    layouts = [_layout(spec, config, optimized, division.size) for spec in specs]
+    device = create_device(
+        config.device, capacity=_capacity(config), seed=config.seed, index=0 if ranks is None else ranks.local_rank
+    )
     try:
-        limits = _limits(config, device)
+        limits = _limits(config, device, 1 if ranks is None else ranks.local_world)
         prefetch = 1 if config.schedule.prefetch_units == "auto" else config.schedule.prefetch_units
         accumulate = DTYPES[config.precision.accumulate_dtype]
         _warn_large_units(layouts, limits)
-        plan = make_plan(layouts, fmt, accumulate, placement_request(config, specs, device, prefetch), limits)
+        request = placement_request(config, specs, device, prefetch, division, wire)
+        plan = make_plan(layouts, fmt, accumulate, request, limits)
     except BaseException:
         device.close()
         raise
@@ -209,7 +237,19 @@ def draw_up(
         optimized=optimized,
         creator=creator,
         source=source,
+        ranks=ranks,
+        division=division,
+        wire=wire,
     )
+
+
+def divide(config: Config, ranks: Ranks | None) -> tuple[Division, torch.dtype | None]:
+    """What this rank holds of every flat, and the dtype in which gradients are reduced."""
+    if ranks is None:
+        return WHOLE, None
+    reduce = config.precision.reduce_dtype
+    wire = DTYPES[config.precision.accumulate_dtype if reduce == "auto" else reduce]
+    return Division(stage=int(config.parallel.stage), rank=ranks.shard_rank, size=ranks.shard_size), wire
 
 
 def parameter_groups(
@@ -238,8 +278,9 @@ def parameter_groups(
     return groups
 
 
-def _layout(spec: UnitSpec, config: Config, optimized: set[int]) -> UnitLayout:
-    return layout_unit(spec.name, [parameter_spec(n, p, config, id(p) in optimized) for n, p in spec.parameters])
+def _layout(spec: UnitSpec, config: Config, optimized: set[int], world: int) -> UnitLayout:
+    named = [parameter_spec(n, p, config, id(p) in optimized) for n, p in spec.parameters]
+    return layout_unit(spec.name, named, world)
 
 
 def parameter_spec(name: str, parameter: nn.Parameter, config: Config, trainable: bool) -> ParameterSpec:
@@ -258,31 +299,40 @@ def _capacity(config: Config) -> int | None:
     return None if config.memory.device == "auto" else config.memory.device
 
 
-def _limits(config: Config, device: Device) -> Limits:
+def _limits(config: Config, device: Device, sharing: int) -> Limits:
+    """What the machine and the configuration allow to one of `sharing` processes of this run on this machine."""
     memory = host_memory()
     free, _ = device.memory_info()
     device_limit: int | None = _capacity(config)
     if device_limit is None and device.kind == "cuda":
         device_limit = int(free * DEVICE_SHARE)
-    host = int(memory.available * HOST_SHARE) if config.memory.host == "auto" else config.memory.host
+    available = memory.available // sharing
+    host = int(available * HOST_SHARE) if config.memory.host == "auto" else config.memory.host
     paths = config.memory.nvme_paths
     if not paths:
         nvme = 0
     elif config.memory.nvme == "auto":
-        nvme = int(free_disk(paths) * DISK_SHARE)
+        nvme = int(free_disk(paths) * DISK_SHARE) // sharing
     else:
         nvme = config.memory.nvme
     return Limits(
         device=device_limit,
         host=host,
         nvme=nvme,
-        memory_available=memory.available,
+        memory_available=available,
         memory_limited_by=memory.limited_by,
         nvme_paths=tuple(paths),
     )
 
 
-def placement_request(config: Config, specs: Sequence[UnitSpec], device: Device, prefetch: int) -> Request:
+def placement_request(
+    config: Config,
+    specs: Sequence[UnitSpec],
+    device: Device,
+    prefetch: int,
+    division: Division = WHOLE,
+    wire: torch.dtype | None = None,
+) -> Request:
     placement = config.placement
     return Request(
         tiers={"parameters": placement.parameters, "optimizer": placement.optimizer, "gradients": placement.gradients},
@@ -298,6 +348,8 @@ def placement_request(config: Config, specs: Sequence[UnitSpec], device: Device,
         * max(1, len(config.memory.nvme_paths))
         * PAGE,
         checksum=config.swap.checksum,
+        division=division,
+        wire=wire,
     )
 
 
@@ -389,6 +441,9 @@ def build_units(
                     gradient_tier=tiers.gradients,
                     accumulate=blueprint.accumulate,
                     chunk=blueprint.plan.chunk,
+                    division=blueprint.division,
+                    wire=blueprint.wire,
+                    local_tier=local_tier(blueprint, tiers.gradients),
                 )
                 states[spec.index, index] = state
                 state.create(values, queue)
@@ -413,6 +468,15 @@ def build_units(
             state.close()
         raise
     return units, states
+
+
+def local_tier(blueprint: Blueprint, rests: Tier) -> Tier:
+    """Where a rank's own gradients wait for their reduction: where they rest if that comes at the end of the step, else
+    (stages 2 and 3) where they are sent from.
+    """
+    if blueprint.ranks is None or blueprint.division.stage < 2:
+        return rests
+    return Tier.DEVICE if blueprint.ranks.on_device else Tier.HOST
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> int:

@@ -76,7 +76,7 @@ def _tiers(blueprint: Blueprint, index: int, unit: UnitLayout) -> tuple[str, ...
             tier = {"parameters": placement.weight, "optimizer": placement.optimizer, "gradients": placement.gradients}[
                 kind
             ]
-            nbytes = bytes_of(blueprint.fmt, flat, kind, blueprint.accumulate)
+            nbytes = bytes_of(blueprint.fmt, flat, kind, blueprint.accumulate, blueprint.division, blueprint.wire)
             if nbytes:
                 places[str(tier)] = places.get(str(tier), 0) + nbytes
         cells.append(" + ".join(f"{tier} {format_bytes(n)}" for tier, n in places.items()) or "-")

@@ -17,7 +17,6 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from offload.batches import BatchTraining
 from offload.binding import Binding
 from offload.build import Blueprint, build_units, draw_up, move_buffers, open_memory
 from offload.checkpoint.access import CheckpointAccess
@@ -32,6 +31,7 @@ from offload.handover import HandingOver, Handover
 from offload.initialization import InitFn
 from offload.lifecycle import TRANSITIONS, Status
 from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
+from offload.parallel.together import Together, open_ranks
 from offload.parameters import ParameterRecord
 from offload.planes import Loader, SlotQueue
 from offload.residency import Residency, Unit
@@ -63,7 +63,7 @@ def _close_forgotten() -> None:
             engine.close()
 
 
-class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
+class Engine(Together, CheckpointAccess, Growth, HandingOver):
     """A model whose parameters, gradients and optimizer states the engine keeps on device, host and nvme.
 
     Made by `offload.initialize`.
@@ -87,6 +87,8 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer)
         except BaseException:
             blueprint.device.close()
+            if blueprint.ranks is not None:
+                blueprint.ranks.close()
             raise
         self._memory = open_memory(blueprint, faults)
         self._loader = Loader(self._memory)
@@ -99,6 +101,7 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
             self._residency = Residency(self._memory, units, self._loader, blueprint.plan.total(Tier.DEVICE))
             self._residency.updates = self._updates
             self._residency.persist = self._persist
+            self._cluster = self._join(blueprint)
             self._records = self._in_order(units)
             self._trainable = {name: r for name, r in self._records.items() if r.slot.trainable}
             self._steps = dict.fromkeys(self._trainable, 0)
@@ -120,8 +123,7 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
         return {record.name: record for record in ordered}
 
     def _bind(self, blueprint: Blueprint, units: Sequence[Unit]) -> Binding:
-        depth = self.config.schedule.prefetch_units
-        binding = Binding(self._residency, self._gradient_arrived, None if depth == "auto" else depth)
+        binding = Binding(self._residency, self._gradient_arrived, self._prefetch_depth())
         for spec in blueprint.specs:
             own = [units[spec.index], *(units[i] for i in spec.borrows)]
             binding.attach(spec.root, own, repeatable=spec.kind != "container")
@@ -129,6 +131,8 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
             if record.parameter.requires_grad:
                 binding.watch(record)
         binding.activations = open_activations(blueprint, self._residency)
+        if self._cluster is not None:
+            binding.on_backward_end = self._cluster.backward_ended
         set_loss_chunk(self.module, self.config.schedule.loss_chunk)
         self._runner = Runner(self.module, binding, self._residency, self.config.schedule.micro_batch_order)
         return binding
@@ -229,16 +233,19 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
                 self._rest_gradients(self._last_unit)
             self._last_unit = record.unit
             state = self._state(record)
-            state.wait_update()
-            assert state.gradients is not None
-            state.gradients.add(record.name, gradient, self._gradient_queue)
+            assert state.local is not None
+            if state.local is state.gradients:
+                state.wait_update()
+            state.local.add(record.name, gradient, self._gradient_queue)
+        if self._cluster is not None:
+            self._cluster.reduction.arrived(record.unit, record.name)
         if eager is not None:
             eager.arrived(record, nested=self._binding.nested)
 
     def _rest_gradients(self, index: int) -> None:
         """Another unit's gradients arrive: those of unit `index` go to where they rest."""
         for flat in range(len(self._residency.units[index].flats)):
-            gradients = self._states[index, flat].gradients
+            gradients = self._states[index, flat].local
             if gradients is not None:
                 gradients.settle_all()
                 gradients.rest(self._gradient_queue)
@@ -253,19 +260,27 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
         with self._lock:
             self._gradient_queue.drain()
             self._clip_factor = 1.0
+            if self._cluster is not None:
+                self._cluster.reduction.forget()
             for state in self._states.values():
-                if state.gradients is not None:
-                    state.gradients.drop()
+                state.drop_gradients()
 
     # The step
 
     def _held(self) -> list[ParameterRecord]:
-        """Parameters with a gradient, in registration order; as in torch, also those frozen after their backward."""
+        """Parameters with a gradient, in registration order; as in torch, also those frozen after their backward. On
+        several ranks, those of which any rank has had one, once gradients are reduced.
+        """
+        if self._cluster is not None:
+            present = self._cluster.reduction.present()
+            return [record for name, record in self._trainable.items() if name in present]
         return [r for name, r in self._trainable.items() if self._gradients(r).held(name) is not Held.NOTHING]
 
     def _norm(self, held: Sequence[ParameterRecord]) -> tuple[float, str | None]:
         """The norm of the accumulated gradients as they rest, and the first parameter whose gradient is not finite."""
         partials = [self._gradients(record).square_sums(record.slot) for record in held]
+        if self._cluster is not None:
+            partials = self._cluster.assemble_partials(held, partials)
         norm = kernels.total_norm(partials)
         if math.isfinite(norm):
             return norm, None
@@ -299,6 +314,7 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
         if not float(max_norm) >= 0:
             raise ValueError(f"clip_grad_norm_: max_norm = {max_norm} must be at least 0")
         self._binding.unwind()
+        self._reduce()
         with self._lock:
             norm, bad = self._global_norm(self._held())
             if bad is not None and error_if_nonfinite:
@@ -338,6 +354,7 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
     def _step(self) -> StepResult:
         settings = self.config.optimizer
         self._gradient_queue.drain()
+        self._reduce(whole=True)
         held = self._held()
         scale, norm = self._scale, None
         check = settings.check_finite or self._scaler is not None
@@ -370,6 +387,8 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
         self._change(Status.STEPPING)
         try:
             self._updates.submit(updates)
+            if self._cluster is not None:
+                self._cluster.updated({record.unit for record in held})
             for record in held:
                 self._steps[record.name] += 1
             self._binding.weights_changed(held)
@@ -381,7 +400,7 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
         if self._schedule.waits:
             self._memory.spans.begin(WAIT, "wait for the optimizer", self)
             try:
-                self._updates.drain()
+                self._drain()
             except BaseException:
                 # A second Ctrl-C: what belongs to the step, such as its number, is not done.
                 if self._status is Status.READY:
@@ -422,7 +441,12 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
             SwapIOError: a transfer failed; the engine is then failed.
         """
         self._check("synchronize was called")
+        self._drain()
+
+    def _drain(self) -> None:
         self._updates.drain()
+        for state in self._states.values():
+            state.wait_replicated()
 
     def _hypers(self, held: Sequence[ParameterRecord]) -> dict[str, AdamWHyper]:
         group_of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
@@ -457,6 +481,7 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
             "steps": self._step_count,
             "skipped_steps": self._skipped_steps,
             "unit_loads": sum(unit.loads for unit in self._residency.units),
+            **self._communicated(),
         }
 
     def wear(self, total_steps: int | None = None) -> dict[str, dict[str, int | float | None]]:
@@ -560,6 +585,9 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
         updates = getattr(self, "_updates", None)
         if updates is not None:
             updates.close()
+        cluster = getattr(self, "_cluster", None)
+        if cluster is not None:
+            cluster.close()
         binding = getattr(self, "_binding", None)
         if binding is not None:
             binding.detach()
@@ -572,6 +600,8 @@ class Engine(BatchTraining, CheckpointAccess, Growth, HandingOver):
             self._loader.close()
             for state in self._states.values():
                 state.close()
+            if self._blueprint.ranks is not None:
+                self._blueprint.ranks.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -642,7 +672,7 @@ def initialize(
         weights = resolved.model.weights
     source = open_weights(weights, model)
     try:
-        blueprint = draw_up(model, resolved, groups, init_fn, source)
+        blueprint = draw_up(model, resolved, groups, init_fn, source, open_ranks(resolved))
         return Engine(blueprint, lr_scheduler=lr_scheduler, faults=faults)
     finally:
         if source is not None:

@@ -21,3 +21,7 @@ class StaleWeightsError(OffloadError):
 
 class GradientError(OffloadError):
     """A gradient arrived, or was asked for, in a way that has no correct meaning."""
+
+
+class ParallelError(OffloadError):
+    """Something that ranks do together failed; the message names the operation and, where it is known, the rank."""

@@ -69,20 +69,42 @@ class _Entry:
 class FlatGradients:
     """Gradients of the trainable parameters of one flat.
 
-    `chunk` is the number of elements moved at a time through staging.
+    `chunk` is the number of elements moved at a time through staging. `dtype` is that of contributions, by default the
+    flat's. Only the elements `[lo, hi)` are held, by default all of `[0, trainable_end)`; contributions are to the
+    parts of the parameters that lie within. `from_host`: they come in host memory, unless the tier is the device.
     """
 
-    def __init__(self, memory: TierMemory, flat: Flat, tier: Tier, *, accumulate: torch.dtype, chunk: int) -> None:
-        self.memory, self.flat, self.tier, self.chunk = memory, flat, tier, chunk
-        self.raw_spec = PlaneSpec(name="grad", dtype=flat.dtype)
+    def __init__(
+        self,
+        memory: TierMemory,
+        flat: Flat,
+        tier: Tier,
+        *,
+        accumulate: torch.dtype,
+        chunk: int,
+        dtype: torch.dtype | None = None,
+        lo: int = 0,
+        hi: int | None = None,
+        from_host: bool = False,
+    ) -> None:
+        self.memory, self.tier, self.chunk = memory, tier, chunk
+        self._near = memory.device.aliases_host or (from_host and tier is not Tier.DEVICE)
+        """Whether contributions come in memory that the CPU can address, or go to the device that they are on."""
+        self.lo, self.hi = lo, hi
+        self.flat = self._clipped(flat)
+        self.raw_spec = PlaneSpec(name="grad", dtype=dtype or flat.dtype)
         self.sum_spec = PlaneSpec(name="grad", dtype=accumulate)
-        self._entries = {slot.name: _Entry(slot) for slot in flat.slots if slot.trainable}
+        self._entries = {slot.name: _Entry(slot) for slot in self.flat.slots if slot.trainable}
         self._planes: dict[tuple[Held, Place], Plane] = {}
         self._taken = False
         self._late: list[_Entry] = []
 
+    def _clipped(self, flat: Flat) -> Flat:
+        return flat if self.hi is None else flat.within(self.lo, self.hi)
+
     def relaid(self, flat: Flat, renamed: Mapping[str, str]) -> None:
         """Parameters have left the flat, or have other names; what is held of the others stays."""
+        flat = self._clipped(flat)
         slots = {slot.name: slot for slot in flat.slots if slot.trainable}
         entries: dict[str, _Entry] = {}
         for name, entry in self._entries.items():
@@ -100,14 +122,20 @@ class FlatGradients:
         plane = self._planes.get((held, place))
         if plane is None:
             spec = self.raw_spec if held is Held.RAW else self.sum_spec
-            end = self.flat.trainable_end
-            if self.tier is Tier.NVME:
-                end = end - self.flat.shared_start if place is Place.APART else self.flat.shared_start
+            base, end = self._span(place)
             tier = self.tier if place is Place.REST else Tier.HOST
             what = f"{self.flat.unit} gradients"
-            plane = Plane(self.memory, spec, end, tier, kind="gradients", what=what, zero=False)
+            plane = Plane(self.memory, spec, end, tier, kind="gradients", what=what, zero=False, base=base)
             self._planes[held, place] = plane
         return plane
+
+    def _span(self, place: Place) -> tuple[int, int]:
+        """The elements of the planes at `place`: on nvme, parameters smaller than a block are apart."""
+        lo, hi = self.lo, self.flat.trainable_end if self.hi is None else self.hi
+        if self.tier is not Tier.NVME:
+            return lo, hi
+        shared = min(max(self.flat.shared_start, lo), hi)
+        return (shared, hi) if place is Place.APART else (lo, shared)
 
     def _place(self, entry: _Entry) -> Place:
         if self.tier is not Tier.NVME:
@@ -128,7 +156,7 @@ class FlatGradients:
         """Adds one contribution: a device tensor of the parameter's shape and dtype."""
         entry = self._entries[name]
         first = entry.held is Held.NOTHING
-        if first and 0 < entry.slot.numel < BLOCK and gradient.dtype == self.flat.dtype:
+        if first and entry.slot.numel and entry.slot.small and gradient.dtype == self.raw_spec.dtype:
             if not self._late:
                 self._locate(entry, Held.RAW)  # refused now, if there is no room
             entry.held, entry.partials, entry.late = Held.RAW, None, gradient.detach()
@@ -136,7 +164,7 @@ class FlatGradients:
             return
         self.settle(entry)
         target = Held.RAW if first or self._one_plane else Held.SUM
-        self._put(entry, _flattened(gradient, self.flat.dtype), target, queue)
+        self._put(entry, _flattened(gradient, self.raw_spec.dtype), target, queue)
 
     @property
     def _one_plane(self) -> bool:
@@ -150,10 +178,10 @@ class FlatGradients:
             plane = self._locate(entry, target)
             if plane.tier is Tier.NVME:
                 self._add_streamed(entry, gradient, target, queue)
-            elif plane.tier is Tier.DEVICE or self.memory.device.aliases_host:
+            elif plane.tier is Tier.DEVICE or self._near:
                 self._add_in_place(entry, gradient, target, 0)
             elif entry.held is Held.NOTHING:
-                out = plane.view(*self._range(entry, plane))
+                out = plane.view(*self._range(entry))
                 entry.pending = (self.memory.copy_out(out, gradient), gradient)
             else:
                 self._add_transferred(entry, gradient, target, queue)
@@ -218,10 +246,9 @@ class FlatGradients:
             entry.gathering = False
         queue.add_writes(tickets)
 
-    def _range(self, entry: _Entry, plane: Plane, start: int = 0, stop: int | None = None) -> tuple[int, int]:
-        """The elements `[start, stop)` of the parameter in the plane's own elements."""
-        base = self.flat.shared_start if entry.slot.small and self.tier is Tier.NVME else 0
-        offset = entry.slot.offset - base
+    def _range(self, entry: _Entry, start: int = 0, stop: int | None = None) -> tuple[int, int]:
+        """The elements `[start, stop)` of the parameter as elements of the flat."""
+        offset = entry.slot.offset
         return offset + start, offset + (entry.slot.numel if stop is None else stop)
 
     def _add_in_place(self, entry: _Entry, gradient: Tensor, target: Held, start: int) -> None:
@@ -230,13 +257,13 @@ class FlatGradients:
         """
         plane = self._locate(entry, target)
         stop = start + gradient.numel()
-        out = plane.view(*self._range(entry, plane, start, stop))
+        out = plane.view(*self._range(entry, start, stop))
         if entry.held is Held.NOTHING:
             out.copy_(gradient)
             return
         if entry.held is not target:
             before = self._locate(entry, entry.held)
-            out.copy_(before.view(*self._range(entry, before, start, stop)))
+            out.copy_(before.view(*self._range(entry, start, stop)))
         kernels.accumulate_(out, gradient)
 
     def _add_transferred(self, entry: _Entry, gradient: Tensor, target: Held, queue: SlotQueue) -> None:
@@ -255,7 +282,7 @@ class FlatGradients:
         """Adds to an nvme plane piece by piece through a staging slot: read, add, write back; the sums of squares on
         the way.
         """
-        slot, device = entry.slot, self.memory.device
+        slot = entry.slot
         plane = self._locate(entry, target)
         if entry.held is not Held.NOTHING:
             queue.drain()  # what is read below may still be on its way to the disk
@@ -266,7 +293,7 @@ class FlatGradients:
             try:
                 carver = Carver(staging)
                 landed = gradient[lo - slot.offset : hi - slot.offset]
-                if not device.aliases_host:
+                if not self._near:
                     piece, landed = landed, carver.take(hi - lo, gradient.dtype)
                     self.memory.copy_out(landed, piece).wait()
                 total = carver.take(hi - lo, plane.spec.dtype)
@@ -290,15 +317,15 @@ class FlatGradients:
         late, self._late = self._late, []
         plane = self._locate(late[0], Held.RAW)
         assert plane.tensor is not None
-        base = self.flat.shared_start if self.tier is Tier.NVME else 0
-        if plane.tier is Tier.DEVICE or self.memory.device.aliases_host:
+        base = plane.base
+        if plane.tier is Tier.DEVICE or self._near:
             _copy_all(plane.tensor, base, late)
         else:
             for run in self._runs(late):
                 lo, hi = run[0].slot.offset, run[-1].slot.end
-                packed = torch.empty(hi - lo, dtype=self.flat.dtype, device=run[0].late.device)  # type: ignore[union-attr]
+                packed = torch.empty(hi - lo, dtype=self.raw_spec.dtype, device=run[0].late.device)  # type: ignore[union-attr]
                 _copy_all(packed, lo, run)
-                copied = (self.memory.copy_out(plane.view(lo - base, hi - base), packed), packed)
+                copied = (self.memory.copy_out(plane.view(lo, hi), packed), packed)
                 for entry in run:
                     entry.pending = copied
         for entry in late:
@@ -339,14 +366,14 @@ class FlatGradients:
                 self.settle(entry)
 
     def square_sums(self, slot: Slot) -> Tensor:
-        """fp64 sums of squares per block of the parameter at `slot`, of its accumulated gradient; empty without one."""
-        entry = self._entries[slot.name]
-        if entry.held is Held.NOTHING or slot.numel == 0:
+        """fp64 sums of squares per block of the parameter at `slot`, of what is held of its accumulated gradient."""
+        entry = self._entries.get(slot.name)
+        if entry is None or entry.held is Held.NOTHING or entry.slot.numel == 0:
             return torch.zeros(0, dtype=torch.float64)
         self.settle(entry)
         if entry.partials is None:
             plane = self._locate(entry, entry.held)
-            entry.partials = kernels.square_sums(plane.view(*self._range(entry, plane))).cpu()
+            entry.partials = kernels.square_sums(plane.view(*self._range(entry))).cpu()
         return entry.partials
 
     def take(self) -> TakenGradients:
@@ -372,18 +399,48 @@ class FlatGradients:
     def _chunk_planes(
         self, held: Mapping[str, tuple[Held, Place]], lo: int, hi: int
     ) -> Iterator[tuple[Held, Place, int, int]]:
-        """The (kind, place, lo, hi) that hold gradients within `[lo, hi)`; bounds in the plane's own elements."""
+        """The (kind, place, lo, hi) that hold gradients within `[lo, hi)`."""
         wanted: set[tuple[Held, Place]] = set()
         for name, where in held.items():
             slot = self._entries[name].slot
             if slot.numel and slot.offset < hi and lo < slot.end:
                 wanted.add(where)
-        shared = self.flat.shared_start
         for kind, place in sorted(wanted, key=lambda item: (item[0].name, item[1].name)):
-            if place is Place.APART:
-                yield kind, place, max(lo - shared, 0), hi - shared
-            else:
-                yield kind, place, lo, min(hi, shared) if self.tier is Tier.NVME else hi
+            start, stop = self._span(place)
+            yield kind, place, max(lo, start), min(hi, stop)
+
+    def fill(self, out: Tensor, queue: SlotQueue, *, origin: int = 0) -> None:
+        """Copies all that is held to `out`, memory for the flat's elements from `origin` on in any dtype; the rest is
+        zero. What is written to nvme must have been waited for.
+        """
+        self.settle_all()
+        out.zero_()
+        for entry in self._entries.values():
+            if entry.held is Held.NOTHING or entry.slot.numel == 0:
+                continue
+            plane = self._locate(entry, entry.held)
+            if plane.on_host or (plane.tensor is not None and out.device == plane.tensor.device):
+                lo, hi = self._range(entry)
+                out[lo - origin : hi - origin].copy_(plane.view(lo, hi))
+                continue
+            for lo, hi in self.flat.chunks(self.chunk, *self._range(entry)):
+                staging = queue.acquire()
+                try:
+                    stop = min(ceil_to(hi, BLOCK), plane.end)
+                    piece = Carver(staging).take(stop - lo, plane.spec.dtype)
+                    plane.read(lo, stop, piece)
+                    out[lo - origin : hi - origin].copy_(piece[: hi - lo])
+                finally:
+                    queue.give_back(staging, [])
+
+    def part(self, name: str) -> Slot | None:
+        """The part of a parameter whose gradient is held here; None if it is elsewhere."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.slot
+
+    def names(self) -> list[str]:
+        """Parameters of which something is held."""
+        return [name for name, entry in self._entries.items() if entry.held is not Held.NOTHING]
 
     def read(self, name: str, queue: SlotQueue) -> Tensor | None:
         """The accumulated gradient as a new 1-D CPU tensor in the accumulation dtype, or None if none arrived."""
@@ -398,7 +455,7 @@ class FlatGradients:
             return out
         plane = self._locate(entry, entry.held)
         landed = torch.empty(slot.numel, dtype=plane.spec.dtype)
-        plane.read(*self._range(entry, plane), landed)
+        plane.read(*self._range(entry), landed)
         return out.copy_(landed)
 
     def replace(self, name: str, value: Tensor, queue: SlotQueue) -> None:
@@ -412,7 +469,7 @@ class FlatGradients:
         self.settle(entry)
         queue.drain()
         entry.held, entry.gathering = Held.NOTHING, False
-        raw = self._one_plane or value.dtype == self.flat.dtype
+        raw = self._one_plane or value.dtype == self.raw_spec.dtype
         dtype = (self.raw_spec if raw else self.sum_spec).dtype
         self._put(entry, _flattened(value, dtype), Held.RAW if raw else Held.SUM, queue)
 
@@ -491,8 +548,7 @@ class GradientOperands:
         """The gradient of the elements `[lo, hi)` of the flat, which lie within `slot`."""
         where = self._held[slot.name]
         part = self._parts[where]
-        base = part.lo + (self._gradients.flat.shared_start if where[1] is Place.APART else 0)
-        return part.tensor[lo - base : hi - base]
+        return part.tensor[lo - part.lo : hi - part.lo]
 
 
 def _copy_all(target: Tensor, base: int, entries: list[_Entry]) -> None:
@@ -511,10 +567,11 @@ def _flattened(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.detach().reshape(-1).to(dtype).contiguous()  # a 1-D view may have any stride
 
 
-def planned_bytes(flat: Flat, accumulate: torch.dtype) -> int:
-    """Bytes that the gradients of a flat may take: one contribution in its own dtype and, where that differs, a sum."""
-    per_element = flat.itemsize if flat.dtype == accumulate else flat.itemsize + accumulate.itemsize
-    return flat.trainable_end * per_element
+def planned_bytes(dtype: torch.dtype, elements: int, accumulate: torch.dtype) -> int:
+    """Bytes that the gradients of so many elements may take: one contribution in `dtype` and, where that differs, a
+    sum.
+    """
+    return elements * (dtype.itemsize if dtype == accumulate else dtype.itemsize + accumulate.itemsize)
 
 
 def norm_factor(norm: float, max_norm: float | None) -> float:

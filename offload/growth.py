@@ -280,6 +280,7 @@ class Growth(StateAccess):
             PlanError: there is no room; nothing has changed then.
         """
         self._check("adopt was called")
+        self._refuse_on_ranks("adopt")
         self._require_rest("adopt")
         self.synchronize()
         self._lay_out_idle()
@@ -333,6 +334,7 @@ class Growth(StateAccess):
 
     def _place(self, arrivals: Mapping[int, Sequence[_Arrival]], specs: list[UnitSpec]) -> None:
         """Gives parameters places in units that nobody uses: plans, makes planes, copies values, then switches over."""
+        self._refuse_on_ranks(f"training {next(iter(arrivals.values()))[0].spec.name} from now on" if arrivals else "")
         blueprint, before = self._blueprint, len(self._blueprint.specs)
         layouts = [*blueprint.layouts, *(layout_unit(spec.name, []) for spec in specs[before:])]
         added: list[Key] = []

@@ -38,7 +38,7 @@ class _Parked:
 
     @property
     def nbytes(self) -> int:
-        return self.plane.nbytes(0, self.plane.elements)
+        return self.plane.nbytes(self.plane.base, self.plane.end)
 
 
 class Handover:
@@ -84,7 +84,9 @@ class Handover:
         while self._parked:
             item = self._parked[0]
             plane = item.plane
-            tensor = self.memory.on_device(plane.entries(0, plane.elements), plane.spec.dtype, plane.kind, plane.what)
+            tensor = self.memory.on_device(
+                plane.entries(plane.base, plane.end), plane.spec.dtype, plane.kind, plane.what
+            )
             plane.tensor = tensor
             try:
                 self._move(item.refuge, plane, item.chunk)
@@ -101,7 +103,9 @@ class Handover:
     def _refuge(self, plane: Plane) -> Plane:
         def at(tier: Tier) -> Plane:
             what = f"{plane.what}, off the device"
-            return Plane(self.memory, plane.spec, plane.elements, tier, kind=plane.kind, what=what, zero=False)
+            return Plane(
+                self.memory, plane.spec, plane.end, tier, kind=plane.kind, what=what, zero=False, base=plane.base
+            )
 
         try:
             return at(Tier.HOST)
@@ -109,7 +113,7 @@ class Handover:
             store = self.memory.store
             if store is None:
                 raise
-            room = align_up(plane.nbytes(0, plane.elements), PAGE)
+            room = align_up(plane.nbytes(plane.base, plane.end), PAGE)
             try:
                 return at(Tier.NVME)
             except BudgetError:  # what the files were promised is taken
@@ -119,13 +123,13 @@ class Handover:
     def _move(self, source: Plane, target: Plane, chunk: int) -> None:
         """Copies a plane between the device and elsewhere, chunk by chunk where that is nvme."""
         if target.tier is Tier.HOST:
-            source.read(0, source.elements, target.view(0, target.elements))
+            source.read(source.base, source.end, target.view(target.base, target.end))
             return
         if source.tier is Tier.HOST:
-            target.write(0, target.elements, source.view(0, source.elements))
+            target.write(target.base, target.end, source.view(source.base, source.end))
             return
-        for lo in range(0, source.elements, chunk):
-            hi = min(lo + chunk, source.elements)
+        for lo in range(source.base, source.end, chunk):
+            hi = min(lo + chunk, source.end)
             slot = self.memory.slot()
             try:
                 piece = Carver(slot).take(source.entries(lo, hi), source.spec.dtype)
@@ -178,6 +182,7 @@ class HandingOver(StateAccess):
         if self._away:
             return HandoverReport(device=0, host=0, nvme=0)
         self._check("offload_states was called")
+        self._refuse_on_ranks("offload_states")
         self._require_rest("offload_states")
         self.synchronize()
         with self._lock, self._residency.lock:

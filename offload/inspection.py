@@ -7,18 +7,21 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from offload.binding import Binding
-from offload.errors import GradientError
+from offload.errors import GradientError, OffloadError
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import SlotQueue
 from offload.residency import Residency, Unit
 from offload.state import FlatState
 from offload.tiers import TierMemory
+
+if TYPE_CHECKING:
+    from offload.parallel.cluster import Cluster
 
 KINDS = ("weight", "parameter", "exp_avg", "exp_avg_sq", "grad")
 
@@ -37,6 +40,7 @@ class StateAccess(ABC):
     _gradient_queue: SlotQueue
     _step_queue: SlotQueue
     _clip_factor: float
+    _cluster: Cluster | None = None
 
     @property
     @abstractmethod
@@ -134,6 +138,7 @@ class StateAccess(ABC):
         if record.slot.numel:
             with self._lock:
                 self._state(record).read_weight(record.slot, self._step_queue, out)
+                self._whole_weight(record, out)
         return out.view(record.slot.shape)
 
     def held_gradient(self, record: ParameterRecord) -> Tensor | None:
@@ -143,9 +148,21 @@ class StateAccess(ABC):
             return None
         return value.to(self._memory.device.torch_device, self._state(record).flat.dtype)
 
+    def _refuse_on_ranks(self, action: str) -> None:
+        if self._cluster is not None:
+            raise OffloadError(
+                f"{action} is not possible on several ranks ({self._cluster.ranks.world} here): how state is divided "
+                "is fixed by offload.initialize"
+            )
+
+    @abstractmethod
+    def _reduce(self, *, whole: bool = False) -> None:
+        """Where there are other ranks, every rank gets what it updates of the gradients' mean."""
+
     def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None:
         """Makes `value`, as `get_full` and `.grad` show it, the parameter's gradient; None forgets it."""
         self._state(record).wait_update()
+        self._reduce(whole=True)
         gradients = self._state(record).gradients
         if gradients is None or record.name not in self._trainable:
             if value is not None:
@@ -154,7 +171,10 @@ class StateAccess(ABC):
         with self._lock:
             if value is None:
                 self._gradient_queue.drain()
-                gradients.drop(record.name)
+                if gradients.part(record.name) is not None:
+                    gradients.drop(record.name)
+                if self._cluster is not None:
+                    self._cluster.reduction.note(record.unit, record.name, present=False)
                 if not self._held():
                     self._clip_factor = 1.0
                 return
@@ -163,7 +183,12 @@ class StateAccess(ABC):
             # What rests is the gradient times the loss scale and without the clipping.
             factor = self._scale / self._clip_factor
             resting = value.detach().to(self._memory.device.torch_device)
-            gradients.replace(record.name, resting if factor == 1.0 else resting * factor, self._gradient_queue)
+            if factor != 1.0:
+                resting = resting * factor
+            if self._cluster is not None:
+                self._cluster.reduction.put(record, self._state(record), resting)
+                return
+            gradients.replace(record.name, resting, self._gradient_queue)
             gradients.rest(self._gradient_queue)
 
     def get_full(self, name: str, kind: str = "parameter") -> Tensor | None:
@@ -185,13 +210,28 @@ class StateAccess(ABC):
             raise ValueError(f"{name} is not trained, so it has no {kind}")
         with self._lock:
             if kind == "grad":
-                value = self._gradients(record).read(name, self._gradient_queue)
+                value = self._read_gradient(record)
                 factor = self._clip_factor / self._scale
                 return None if value is None else (value if factor == 1.0 else value * factor).view(record.slot.shape)
             if record.slot.numel == 0:
                 return torch.empty(record.slot.shape)
             plane = "master" if kind == "parameter" else kind
-            return self._state(record).read_state(record.slot, self._step_queue, [plane])[plane].view(record.slot.shape)
+            found = self._state(record).read_state(record.slot, self._step_queue, [plane])[plane]
+            self._whole_state(record, found)
+            return found.view(record.slot.shape)
+
+    @abstractmethod
+    def _whole_weight(self, record: ParameterRecord, out: Tensor) -> None:
+        """Fills the elements of a weight that are not here."""
+
+    @abstractmethod
+    def _whole_state(self, record: ParameterRecord, out: Tensor) -> None:
+        """Fills the elements of an optimizer state that are not here."""
+
+    def _read_gradient(self, record: ParameterRecord) -> Tensor | None:
+        """The accumulated gradient as a new 1-D CPU tensor in the accumulation dtype, or None; as it rests."""
+        found: Tensor | None = self._gradients(record).read(record.name, self._gradient_queue)
+        return found
 
     def set_full(self, name: str, kind: str, value: Tensor) -> None:
         """Replaces one parameter's "parameter" (fp32 master and weight), "exp_avg", "exp_avg_sq" or "grad"."""

@@ -13,7 +13,7 @@ Optimizer states and gradients exist for the range `[0, trainable_end)` only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from operator import mul
 
@@ -55,13 +55,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The place of one parameter in a flat buffer; `offset` and `numel` count elements."""
+    """The place of one parameter in a flat buffer, or of the part of it that a rank owns; `offset` and `numel` count
+    elements. `start` is where the part begins within the parameter, `large` whether the whole parameter fills a block.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     numel: int
     trainable: bool
+    start: int = 0
+    large: bool = False
 
     @property
     def end(self) -> int:
@@ -70,7 +74,17 @@ class Slot:
     @property
     def small(self) -> bool:
         """Smaller than a block, and so possibly sharing one."""
-        return self.numel < BLOCK
+        return not self.large
+
+    def within(self, lo: int, hi: int) -> Slot | None:
+        """The part of it in the flat's elements `[lo, hi)`; None if there is none. An empty parameter is everywhere."""
+        if self.numel == 0 or (lo <= self.offset and self.end <= hi):
+            return self
+        begin, end = max(lo, self.offset), min(hi, self.end)
+        if begin >= end:
+            return None
+        start = self.start + begin - self.offset
+        return replace(self, shape=(end - begin,), offset=begin, numel=end - begin, start=start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +122,55 @@ class Flat:
         size = self.padded // world
         return rank * size, (rank + 1) * size
 
+    def within(self, lo: int, hi: int) -> Flat:
+        """The flat with the parts of its parameters that lie in `[lo, hi)`, in the same coordinates."""
+        if (lo, hi) == (0, self.padded):
+            return self
+        parts = (slot.within(lo, hi) for slot in self.slots)
+        return replace(self, slots=tuple(part for part in parts if part is not None))
+
     def chunks(self, size: int, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """`[lo, hi)` in consecutive ranges of at most `size` elements (a multiple of a block)."""
         for start in range(lo, hi, size):
             yield start, min(start + size, hi)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Which elements of a flat's planes a rank holds: ZeRO's stages (Rajbhandari et al., 2020) as ranges.
+
+    `rank` of `size` ranks that divide the planes among them: optimizer states from stage 1 on, gradients (once they are
+    reduced) with them, weights in stage 3. Persistent flats are whole on every rank. Ranges count elements.
+    """
+
+    stage: int = 0
+    rank: int = 0
+    size: int = 1
+
+    def divides(self, flat: Flat) -> bool:
+        """Whether optimizer states and reduced gradients of the flat are divided."""
+        return self.size > 1 and self.stage >= 1 and not flat.persistent
+
+    def divides_weights(self, flat: Flat) -> bool:
+        return self.stage >= 3 and self.divides(flat)
+
+    def owned(self, flat: Flat, rank: int | None = None) -> tuple[int, int]:
+        """What a rank (by default this one) updates and, in stage 3, keeps."""
+        if not self.divides(flat):
+            return 0, flat.padded
+        return flat.shard(self.rank if rank is None else rank, self.size)
+
+    def weights(self, flat: Flat) -> tuple[int, int]:
+        """What this rank keeps of the weight plane."""
+        return self.owned(flat) if self.divides_weights(flat) else (0, flat.padded)
+
+    def states(self, flat: Flat) -> tuple[int, int]:
+        """What this rank keeps of optimizer states and of reduced gradients; may be empty."""
+        lo, hi = self.owned(flat)
+        return min(lo, flat.trainable_end), min(hi, flat.trainable_end)
+
+
+WHOLE = Division()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +205,14 @@ def _place(specs: Iterable[ParameterSpec], start: int, slots: list[Slot]) -> tup
 
 
 def _slot(spec: ParameterSpec, offset: int) -> Slot:
-    return Slot(name=spec.name, shape=spec.shape, offset=offset, numel=spec.numel, trainable=spec.trainable)
+    return Slot(
+        name=spec.name,
+        shape=spec.shape,
+        offset=offset,
+        numel=spec.numel,
+        trainable=spec.trainable,
+        large=spec.numel >= BLOCK,
+    )
 
 
 def layout_unit(name: str, specs: Iterable[ParameterSpec], world: int = 1) -> UnitLayout:

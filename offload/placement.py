@@ -14,7 +14,7 @@ import torch
 
 from offload.errors import PlanError
 from offload.gradients import planned_bytes
-from offload.layout import Flat, UnitLayout, ceil_to
+from offload.layout import WHOLE, Division, Flat, UnitLayout, ceil_to
 from offload.state import chunk_granule, staging_bytes_per_chunk, state_specs
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
@@ -53,7 +53,8 @@ class Request:
     `roots` lists, for every root module, the units it leases at once; `held` the units leased during the whole forward.
     `staging` and `chunk` are bytes (of a plane of fp32 for `chunk`), or None for automatic. `rest_on_device`: whether
     automatic placement may use the device. `bounce`: host bytes that a swap store takes at most. `checksum`: whether it
-    keeps checksums of everything on nvme in host memory.
+    keeps checksums of everything on nvme in host memory. `division`: what this rank holds of divided planes; `wire`:
+    the dtype in which gradients are reduced over ranks, None on a single one.
     """
 
     tiers: Mapping[str, str]
@@ -67,6 +68,8 @@ class Request:
     rest_on_device: bool
     bounce: int = 0
     checksum: bool = False
+    division: Division = WHOLE
+    wire: torch.dtype | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,15 +151,38 @@ def plan_chunks(
     return elements, slot(elements), room // slot(elements) * slot(elements)
 
 
-def bytes_of(fmt: StateFormat, flat: Flat, kind: str, accumulate: torch.dtype) -> int:
-    """Bytes of one kind of plane of a flat at rest."""
+def bytes_of(
+    fmt: StateFormat,
+    flat: Flat,
+    kind: str,
+    accumulate: torch.dtype,
+    division: Division = WHOLE,
+    wire: torch.dtype | None = None,
+) -> int:
+    """Bytes of one kind of plane of a flat at rest, on the rank of `division`."""
+    lo, hi = division.states(flat)
     if kind == "parameters":
-        return flat.nbytes
+        start, stop = division.weights(flat)
+        return (stop - start) * flat.itemsize
     if not flat.trainable_end:
         return 0
     if kind == "optimizer":
-        return sum(-(-spec.nbytes(flat.trainable_end) // PAGE) * PAGE for spec in state_specs(fmt, flat))
-    return planned_bytes(flat, accumulate)
+        return sum(-(-spec.nbytes(hi - lo) // PAGE) * PAGE for spec in state_specs(fmt, flat))
+    return _gradient_bytes(flat, accumulate, division, wire, 0, flat.trainable_end)
+
+
+def _gradient_bytes(
+    flat: Flat, accumulate: torch.dtype, division: Division, wire: torch.dtype | None, start: int, stop: int
+) -> int:
+    """Bytes of the gradients of the elements `[start, stop)`: what the step works on and, where a reduction comes at
+    the end of the step, this rank's own before it.
+    """
+    if wire is None:
+        return planned_bytes(flat.dtype, stop - start, accumulate)
+    lo, hi = division.states(flat)
+    reduced = planned_bytes(wire, max(0, min(hi, stop) - max(lo, start)), accumulate)
+    own = planned_bytes(flat.dtype, stop - start, accumulate) if division.stage < 2 else 0
+    return reduced + own
 
 
 class _Rooms:
@@ -204,13 +230,20 @@ def make_plan(
     wants_device = request.tiers["parameters"] == "device" or (
         request.tiers["parameters"] == "auto" and everything_fits
     )
-    lease_room = 0 if wants_device else _lease_bytes(units, request, None, request.prefetch)
+    gathers = any(request.division.divides_weights(flat) for unit in units for flat in unit.flats)
+    lease_room = 0 if wants_device and not gathers else _lease_bytes(units, request, None, request.prefetch)
     bounce = request.bounce if limits.nvme != 0 else 0
-    shared = _shared_gradients(units, accumulate) if request.tiers["gradients"] in ("auto", "nvme") else 0
+    shared = _shared_gradients(units, request, accumulate) if request.tiers["gradients"] in ("auto", "nvme") else 0
     # As if everything went to nvme: 0.15 % of it.
-    sizes = [bytes_of(fmt, flat, kind, accumulate) for unit in units for flat in unit.flats for kind in KINDS]
-    checksums = _checksum_bytes(sum(sizes)) if request.checksum and limits.nvme != 0 else 0
-    on_host = staging + bounce + shared + checksums
+    sizes = {
+        (u, f, kind): bytes_of(fmt, flat, kind, accumulate, request.division, request.wire)
+        for u, unit in enumerate(units)
+        for f, flat in enumerate(unit.flats)
+        for kind in KINDS
+    }
+    checksums = _checksum_bytes(sum(sizes.values())) if request.checksum and limits.nvme != 0 else 0
+    reduction = _reduction_bytes(units, request, accumulate)
+    on_host = staging + bounce + shared + checksums + reduction
     reserved = {Tier.DEVICE: persistent + lease_room + in_step, Tier.HOST: on_host}
     rooms = _Rooms(limits, reserved, request.device_is_host_memory)
     plan = Plan(flats={}, chunk=chunk, slot_bytes=slot_bytes, staging=staging)
@@ -219,14 +252,15 @@ def make_plan(
     for kind in sorted(KINDS, key=lambda kind: request.tiers[kind] == "auto"):
         for u, unit in enumerate(units):
             for f, flat in enumerate(unit.flats):
-                chosen[u, f, kind] = _choose(flat, kind, bytes_of(fmt, flat, kind, accumulate), request, limits, rooms)
+                chosen[u, f, kind] = _choose(flat, kind, sizes[u, f, kind], request, limits, rooms)
     for u, unit in enumerate(units):
         for f, flat in enumerate(unit.flats):
             tiers = [chosen[u, f, kind] for kind in KINDS]
             plan.flats[u, f] = FlatPlacement(weight=tiers[0], optimizer=tiers[1], gradients=tiers[2])
             for kind, tier in zip(KINDS, tiers, strict=True):
-                _add_plane(plan, flat, kind, tier, bytes_of(fmt, flat, kind, accumulate), accumulate)
+                _add_plane(plan, flat, kind, tier, sizes[u, f, kind], request, accumulate)
     plan.add(Tier.HOST, "staging", staging)
+    plan.add(Tier.HOST, "reduction", reduction)
     if plan.total(Tier.NVME):
         plan.add(Tier.HOST, "bounce", request.bounce)
         if request.checksum:
@@ -263,9 +297,9 @@ def extend_plan(
         chunk_for(fmt, flat, accumulate, plan)
         tiers = []
         for kind in KINDS:
-            nbytes = bytes_of(fmt, flat, kind, accumulate)
+            nbytes = bytes_of(fmt, flat, kind, accumulate, request.division, request.wire)
             tiers.append(_choose(flat, kind, nbytes, request, limits, rooms))
-            _add_plane(made, flat, kind, tiers[-1], nbytes, accumulate)
+            _add_plane(made, flat, kind, tiers[-1], nbytes, request, accumulate)
         made.flats[u, f] = FlatPlacement(weight=tiers[0], optimizer=tiers[1], gradients=tiers[2])
     if made.total(Tier.NVME) and not plan.total(Tier.NVME):
         made.add(Tier.HOST, "bounce", request.bounce)
@@ -321,25 +355,38 @@ def _choose(flat: Flat, kind: str, nbytes: int, request: Request, limits: Limits
     return fallback
 
 
-def _add_plane(plan: Plan, flat: Flat, kind: str, tier: Tier, nbytes: int, accumulate: torch.dtype) -> None:
+def _add_plane(
+    plan: Plan, flat: Flat, kind: str, tier: Tier, nbytes: int, request: Request, accumulate: torch.dtype
+) -> None:
     if kind == "gradients" and tier is Tier.NVME and flat.trainable_end:
-        on_host = _shared_bytes(flat, accumulate)
+        on_host = _shared_bytes(flat, request, accumulate)
         plan.add(Tier.HOST, kind, on_host)
         nbytes -= on_host
     plan.add(tier, kind, nbytes)
 
 
-def _shared_bytes(flat: Flat, accumulate: torch.dtype) -> int:
+def _shared_bytes(flat: Flat, request: Request, accumulate: torch.dtype) -> int:
     """Host bytes for the gradients of parameters smaller than a block, which do not go to nvme."""
-    return (
-        planned_bytes(flat, accumulate) * (flat.trainable_end - flat.shared_start) // flat.trainable_end
-        if flat.trainable_end
-        else 0
+    return _gradient_bytes(
+        flat, accumulate, request.division, request.wire, flat.shared_start, max(flat.shared_start, flat.trainable_end)
     )
 
 
-def _shared_gradients(units: Sequence[UnitLayout], accumulate: torch.dtype) -> int:
-    return sum(_shared_bytes(flat, accumulate) for unit in units for flat in unit.flats)
+def _shared_gradients(units: Sequence[UnitLayout], request: Request, accumulate: torch.dtype) -> int:
+    return sum(_shared_bytes(flat, request, accumulate) for unit in units for flat in unit.flats)
+
+
+def _reduction_bytes(units: Sequence[UnitLayout], request: Request, accumulate: torch.dtype) -> int:
+    """Host bytes of units whose gradients are being reduced over ranks: one that is sent, one that arrives."""
+    if request.wire is None:
+        return 0
+    per_unit = []
+    for unit in units:
+        flats = [flat for flat in unit.flats if flat.trainable_end]
+        sent = max((2 * flat.padded * request.wire.itemsize for flat in flats), default=0)
+        own = sum(planned_bytes(f.dtype, f.trainable_end, accumulate) for f in flats)
+        per_unit.append(sent + (own if request.division.stage >= 2 else 0))
+    return sum(sorted(per_unit)[-2:])
 
 
 def _load_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | None, index: int) -> int:
@@ -347,7 +394,8 @@ def _load_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | None
     for f, flat in enumerate(units[index].flats):
         known = plan.flats.get((index, f)) if plan else None
         tier = known.weight if known else (Tier.DEVICE if flat.persistent else Tier.NVME)
-        if tier is Tier.NVME or (tier is Tier.HOST and not request.aliases_host):
+        elsewhere = tier is Tier.NVME or (tier is Tier.HOST and not request.aliases_host)
+        if elsewhere or request.division.divides_weights(flat):
             total += flat.nbytes
     return total
 

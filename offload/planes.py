@@ -61,19 +61,28 @@ def granule(specs: Sequence[PlaneSpec]) -> int:
 
 
 class Plane:
-    """One plane of one flat for the elements `[0, elements)`, at rest on `tier`.
+    """One plane of one flat for the elements `[base, end)` (whole blocks, or to the end), at rest on `tier`.
 
     Device and host planes are one tensor (`tensor`); an nvme plane is an extent of the swap store.
     """
 
     def __init__(
-        self, memory: TierMemory, spec: PlaneSpec, elements: int, tier: Tier, *, kind: str, what: str, zero: bool = True
+        self,
+        memory: TierMemory,
+        spec: PlaneSpec,
+        end: int,
+        tier: Tier,
+        *,
+        kind: str,
+        what: str,
+        zero: bool = True,
+        base: int = 0,
     ) -> None:
-        self.memory, self.spec, self.elements, self.tier = memory, spec, elements, tier
+        self.memory, self.spec, self.base, self.end, self.tier = memory, spec, base, end, tier
         self.kind, self.what = kind, what
         self.tensor: Tensor | None = None
         self.extent: Extent | None = None
-        entries = spec.numel(elements)
+        entries = self.entries(base, end)
         if tier is Tier.NVME:
             self.extent = self.store.allocate(entries * spec.dtype.itemsize, what, kind=kind)
         elif tier is Tier.HOST:
@@ -98,8 +107,11 @@ class Plane:
 
     def entries(self, lo: int, hi: int) -> int:
         """Entries that serve the elements `[lo, hi)`."""
-        part = self.spec.slice_of(lo, hi)
+        part = self._slice(lo, hi)
         return int(part.stop - part.start)
+
+    def _slice(self, lo: int, hi: int) -> slice:
+        return self.spec.slice_of(lo - self.base, hi - self.base)
 
     def nbytes(self, lo: int, hi: int) -> int:
         """Bytes of the elements `[lo, hi)`."""
@@ -108,21 +120,21 @@ class Plane:
     def view(self, lo: int, hi: int) -> Tensor:
         """The elements `[lo, hi)` of a device or host plane, in place."""
         assert self.tensor is not None
-        return self.tensor[self.spec.slice_of(lo, hi)]
+        return self.tensor[self._slice(lo, hi)]
 
     def submit_read(self, lo: int, hi: int, out: Tensor) -> Ticket:
         """Starts reading `[lo, hi)` of an nvme plane into host memory; bounds are multiples of the granule (or the
         end).
         """
         assert self.extent is not None
-        offset = self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize
+        offset = self._slice(lo, hi).start * self.spec.dtype.itemsize
         priority = Priority.WEIGHT_READ if self.spec.name == "weight" else Priority.STATE_READ
         return self.store.read(self.extent, out, offset=offset, priority=priority)
 
     def submit_write(self, lo: int, hi: int, source: Tensor) -> Ticket:
         """Starts writing host memory to `[lo, hi)` of an nvme plane."""
         assert self.extent is not None
-        offset = self.spec.slice_of(lo, hi).start * self.spec.dtype.itemsize
+        offset = self._slice(lo, hi).start * self.spec.dtype.itemsize
         return self.store.write(self.extent, source, offset=offset, priority=Priority.STATE_WRITE)
 
     def read(self, lo: int, hi: int, out: Tensor) -> None:
@@ -326,14 +338,17 @@ class Loader:
     def device(self) -> Device:
         return self._memory.device
 
-    def load(self, plane: Plane, out: Tensor, lo: int = 0, hi: int | None = None) -> Completion:
-        """Starts filling `[lo, hi)` of device tensor `out` with the same elements of `plane`, by default all of them;
+    def load(self, plane: Plane, out: Tensor, lo: int | None = None, hi: int | None = None) -> Completion:
+        """Starts filling `[lo, hi)` of device tensor `out` with the same elements of `plane`, by default all it has;
         compute must `settle` the result before it reads `out`. Bounds are multiples of a block, or the end.
         """
         device = self._memory.device
-        hi = plane.elements if hi is None else hi
+        lo, hi = plane.base if lo is None else lo, plane.end if hi is None else hi
         if plane.tier is Tier.HOST:
             return self._memory.copy_in(out[lo:hi], plane.view(lo, hi))
+        if plane.tier is Tier.DEVICE:  # a part of a buffer that other ranks complete
+            out[lo:hi].copy_(plane.view(lo, hi))
+            return device.record()
         if device.aliases_host:
             return plane.submit_read(lo, hi, out[lo:hi])
         # The copies run on their own stream and from another thread: they must not overtake work that still uses the

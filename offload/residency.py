@@ -71,18 +71,33 @@ class ResidentFlat:
         """Whether an update of the resting plane may still be on its way to the disk."""
         return self.state is not None and self.state.writing
 
+    @property
+    def replicating(self) -> Completion | None:
+        """Other ranks' parts of the resting plane are on their way; None if they are there."""
+        if self.state is None or self.state.replicating is None:
+            return None
+        if self.state.replicating.done():
+            self.state.wait_replicated()  # its error, if there was one
+        return self.state.replicating
+
     def wait_written(self) -> None:
         if self.state is not None:
             self.state.wait_written()
 
     @property
+    def divided(self) -> bool:
+        """Whether other ranks hold parts of the weights."""
+        return self.state is not None and self.state.division.divides_weights(self.flat)
+
+    @property
     def fixed(self) -> bool:
         """Whether compute uses the resting plane itself."""
-        return (
-            not self.records  # all of its parameters have moved elsewhere
-            or self.plane.tier is Tier.DEVICE
-            or (self.plane.tier is Tier.HOST and self.plane.memory.device.aliases_host)
+        if not self.records:
+            return True  # all of its parameters have moved elsewhere
+        near = self.plane.tier is Tier.DEVICE or (
+            self.plane.tier is Tier.HOST and self.plane.memory.device.aliases_host
         )
+        return near and not self.divided
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +166,10 @@ class Residency:
         """Does so."""
         self.reclaim: Callable[[Unit | None], bool] | None = None
         """Gives up a lease that somebody only has for speed, for the sake of this unit; False if there is none."""
+        self.gather: Callable[[Unit, ResidentFlat], Completion] | None = None
+        """Has other ranks' parts of a flat's buffer filled, once the flat's own load is done. What is loaded ahead or
+        gives way must then not depend on this rank's timing: every rank has to gather the same units in one order.
+        """
 
     # Leases
 
@@ -229,9 +248,9 @@ class Residency:
                 or unit.index in self.waiting
             ):
                 return False
-            if self.memory.budget.used("device") + unit.load_bytes > self.prefetch_limit:
+            if self._in_use() + unit.load_bytes > self.prefetch_limit:
                 return False
-            if not ready_to_load(self.updates, unit):
+            if self.gather is None and not ready_to_load(self.updates, unit):
                 return False
             try:
                 self._load(unit)
@@ -261,7 +280,7 @@ class Residency:
 
     def _start(self, unit: Unit) -> None:
         # Beyond what was planned, leases that are held for speed only give way; at the budget's end they must.
-        while unit.load_bytes and self.memory.budget.used("device") + unit.load_bytes > self.prefetch_limit:
+        while unit.load_bytes and self._in_use() + unit.load_bytes > self.prefetch_limit:
             if not self._make_room(unit):
                 break
         while True:
@@ -271,6 +290,12 @@ class Residency:
             except (BudgetError, DeviceOutOfMemory) as error:
                 if not self._make_room(unit):
                     raise OffloadError(self._no_room(unit)) from error
+
+    def _in_use(self) -> int:
+        """What counts against `prefetch_limit`; buffers of units only where all ranks have to come to the same."""
+        if self.gather is None:
+            return self.memory.budget.used("device")
+        return sum(unit.load_bytes for unit in self.units if unit.phase is not Phase.RESTING)
 
     def make_room(self) -> bool:
         """Lets go of something on the device that is there for speed only; False if there is nothing."""
@@ -301,6 +326,9 @@ class Residency:
                     if not flat.fixed:
                         flat.buffer = self.memory.on_device(flat.flat.padded, flat.flat.dtype, "leases", unit.name)
                 begin_loads(self.updates, unit, self.loader)
+                for flat in unit.flats:
+                    if flat.divided and self.gather is not None:
+                        flat.completion = self.gather(unit, flat)
         except BaseException:
             self._drop_buffers(unit)
             raise
@@ -371,7 +399,11 @@ class Residency:
             elif unit.phase is Phase.RESIDENT:
                 for flat in unit.flats:
                     if flat.buffer is not None:
-                        self.loader.settle(self.loader.load(flat.plane, flat.buffer))
+                        flat.completion = self.loader.load(flat.plane, flat.buffer)
+                        if flat.divided and self.gather is not None:
+                            flat.completion = self.gather(unit, flat)
+                        self.loader.settle(flat.completion)
+                        flat.completion = None
 
     # Parameters
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from offload.gradients import FlatGradients, GradientOperands, Held, TakenGradients
-from offload.layout import BLOCK, Flat, Slot, ceil_to
+from offload.layout import BLOCK, WHOLE, Division, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue, granule
 from offload.telemetry.trace import OPTIMIZER
 from offload.tiers import Tier, TierMemory
@@ -24,6 +25,9 @@ from optimizer_cpu.formats import PlaneSpec, StateFormat
 from swap.geometry import PAGE
 from swap.staging import Slot as StagingSlot
 from swap.tickets import Ticket
+
+if TYPE_CHECKING:
+    from offload.parallel.channel import Pending
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -64,7 +68,11 @@ def chunk_granule(fmt: StateFormat, dtypes: Sequence[torch.dtype]) -> int:
 
 
 class FlatState:
-    """Weight and optimizer planes and the gradients of one flat.
+    """Weight and optimizer planes and the gradients of one flat, or what `division` gives this rank of them.
+
+    `local` are the gradients of this rank's own backward, `gradients` what the step works on: the same object where
+    nothing is reduced over ranks. `wire` is the dtype of reduced gradients; None on a single rank. All elements are
+    addressed in the coordinates of the whole flat.
 
     The kernel runs on the device if the optimizer state rests there (and the device has memory of its own), else on the
     host.
@@ -81,23 +89,40 @@ class FlatState:
         gradient_tier: Tier,
         accumulate: torch.dtype,
         chunk: int,
+        division: Division = WHOLE,
+        wire: torch.dtype | None = None,
+        local_tier: Tier | None = None,
     ) -> None:
         self.memory, self.flat, self.fmt, self.chunk = memory, flat, fmt, chunk
+        self.division = division
+        self.start, self.end = division.states(flat)
+        """The elements whose optimizer state is here."""
         self.trainable = any(slot.trainable for slot in flat.slots)  # even if all of them are empty
         spec = (
             fmt.planes(flat.dtype)[0] if flat.dtype in fmt.weight_dtypes else PlaneSpec(name="weight", dtype=flat.dtype)
         )
-        self.weight = Plane(memory, spec, flat.padded, weight_tier, kind="parameters", what=f"{flat.unit} weight")
+        base, end = division.weights(flat)
+        what = f"{flat.unit} weight"
+        self.weight = Plane(memory, spec, end, weight_tier, kind="parameters", what=what, base=base)
         self.planes: dict[str, Plane] = {}
         for state in state_specs(fmt, flat):
             what = f"{flat.unit} {state.name}"
-            self.planes[state.name] = Plane(memory, state, flat.trainable_end, state_tier, kind="optimizer", what=what)
-        self.gradients = (
-            FlatGradients(memory, flat, gradient_tier, accumulate=accumulate, chunk=chunk) if self.trainable else None
-        )
+            self.planes[state.name] = Plane(
+                memory, state, self.end, state_tier, kind="optimizer", what=what, base=self.start
+            )
+        self.gradients: FlatGradients | None = None
+        self.local: FlatGradients | None = None
+        if self.trainable:
+            settings: dict[str, Any] = {"accumulate": accumulate, "chunk": chunk}
+            self.local = self.gradients = FlatGradients(memory, flat, local_tier or gradient_tier, **settings)
+            if wire is not None:
+                settings.update(dtype=wire, lo=self.start, hi=self.end, from_host=True)
+                self.gradients = FlatGradients(memory, flat, gradient_tier, **settings)
         self.on_device = state_tier is Tier.DEVICE and not memory.device.aliases_host
         self.pending: Completion | None = None
         """The update that a step has decided on and that is not carried out yet."""
+        self.replicating: Pending[None] | None = None
+        """Other ranks' parts of the weight plane are on their way after an update."""
         self._written: Ticket | None = None
         self.before_rewrite: Callable[[int, int], None] | None = None
         """Called with the elements `[lo, hi)` that are about to change; a snapshot saves their old bytes first."""
@@ -109,6 +134,7 @@ class FlatState:
             SwapIOError: a transfer of it failed.
         """
         self.wait_update()
+        self.wait_replicated()
         self.wait_written()
 
     def wait_update(self) -> None:
@@ -116,6 +142,14 @@ class FlatState:
         pending = self.pending
         if pending is not None:
             pending.wait()
+
+    def wait_replicated(self) -> None:
+        """Waits until the weight plane holds what other ranks have updated, where it is whole on every rank."""
+        replicating = self.replicating
+        if replicating is not None:
+            replicating.wait()
+            if self.replicating is replicating:
+                self.replicating = None
 
     def wait_written(self) -> None:
         """Waits for the writes of the last update, if they are still under way."""
@@ -139,23 +173,55 @@ class FlatState:
     def close(self) -> None:
         for plane in (self.weight, *self.planes.values()):
             plane.free()
+        for gradients in self._all_gradients():
+            gradients.close()
+
+    def _all_gradients(self) -> Iterator[FlatGradients]:
         if self.gradients is not None:
-            self.gradients.close()
+            yield self.gradients
+        if self.local is not None and self.local is not self.gradients:
+            yield self.local
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients, reduced or not."""
+        for gradients in self._all_gradients():
+            gradients.drop()
 
     def relaid(self, flat: Flat, renamed: Mapping[str, str]) -> None:
         """Takes note that parameters have left, or have other names; the others are where they were. `flat` has no
         trainable parameter that was not trainable before.
         """
-        self.flat, self.weight.elements = flat, flat.padded
+        self.flat, self.weight.end = flat, flat.padded
         if self.gradients is not None:
             self.gradients.relaid(flat, renamed)
         if not flat.slots:
             self.close()
 
     def _chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
-        """Chunks on the chunk grid, whole blocks each, that meet `[lo, hi)`."""
-        start = lo // self.chunk * self.chunk
-        return self.flat.chunks(self.chunk, start, ceil_to(hi, BLOCK) if lo < hi else start)
+        """Chunks of the elements whose state is here, whole blocks each, that meet `[lo, hi)`."""
+        return self._pieces(lo, hi, self.start, self.end)
+
+    def _weights_alone(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        """Chunks of the elements of which only the weight is here, that meet `[lo, hi)`."""
+        yield from self._pieces(lo, hi, self.weight.base, max(self.start, self.weight.base))
+        yield from self._pieces(lo, hi, max(self.end, self.weight.base), self.weight.end)
+
+    def _pieces(self, lo: int, hi: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+        lo, hi = max(lo, first), min(ceil_to(hi, BLOCK), last)
+        # The grid begins where the planes do, so that chunks fall on pages in all of them.
+        start = first + (lo - first) // self.chunk * self.chunk
+        return self.flat.chunks(self.chunk, start, hi if lo < hi else start)
+
+    def grid(self, position: int) -> int:
+        """Where a chunk begins that holds the element at `position`, which is here."""
+        first = self.start if self.start <= position < self.end else self.weight.base
+        return first + (position - first) // self.chunk * self.chunk
+
+    def range_here(self, slot: Slot, *, states: bool) -> tuple[int, int]:
+        """Which elements of the parameter at `slot` this rank has: of its weight, or of its optimizer states."""
+        lo, hi = (self.start, self.end) if states else (self.weight.base, self.weight.end)
+        begin = min(max(lo, slot.offset), slot.end)
+        return begin - slot.offset, max(begin, min(hi, slot.end)) - slot.offset
 
     def _operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> dict[str, Operand]:
         planes = {"weight": self.weight, **self.planes}
@@ -168,11 +234,10 @@ class FlatState:
 
         `values(slot, lo, hi)` gives elements `[lo, hi)` of a flattened parameter, in host memory.
         """
-        for lo, hi in self._chunks(0, self.flat.trainable_end):
+        for lo, hi in self._chunks(0, self.flat.padded):
             staging = queue.acquire()
             after: list[Completion] = []
             try:
-                hi = min(hi, self.flat.trainable_end)
                 carver = Carver(staging)
                 operands = self._operands(lo, hi, carver, on_device=False)
                 master = carver.take(hi - lo, torch.float32).zero_()
@@ -182,8 +247,7 @@ class FlatState:
                 after = _put_back(operands.values())
             finally:
                 queue.give_back(staging, after)
-        for lo, hi in self._chunks(self.flat.trainable_end, self.flat.padded):
-            lo = max(lo, self.flat.trainable_end)
+        for lo, hi in self._weights_alone(0, self.flat.padded):
             staging = queue.acquire()
             after = []
             try:
@@ -201,8 +265,7 @@ class FlatState:
 
     def jobs(self, updates: Sequence[Update], gradients: TakenGradients) -> Iterator[ChunkJob]:
         """The chunks that hold a parameter to update, in order."""
-        for lo, hi in self._chunks(0, self.flat.trainable_end):
-            hi = min(hi, self.flat.trainable_end)
+        for lo, hi in self._chunks(0, self.flat.padded):
             parts = [u for u in updates if u.slot.numel and u.slot.offset < hi and lo < u.slot.end]
             if parts:
                 yield ChunkJob(self, lo, hi, parts, gradients)
@@ -223,11 +286,10 @@ class FlatState:
         self.settle()
         if self.before_rewrite is not None:
             self.before_rewrite(slot.offset, slot.end)
-        if slot.offset >= self.flat.trainable_end or not self.planes:
-            self._write_frozen(slot, queue, weight if weight is not None else (planes or {})["master"])
-            return
+        alone = weight if weight is not None else (planes or {}).get("master")
+        if alone is not None:
+            self._write_weights_alone(slot, queue, alone)
         for lo, hi in self._chunks(slot.offset, slot.end):
-            hi = min(hi, self.flat.trainable_end)
             start, stop = max(lo, slot.offset), min(hi, slot.end)
             staging = queue.acquire()
             try:
@@ -257,8 +319,8 @@ class FlatState:
             finally:
                 queue.give_back(staging, [])
 
-    def _write_frozen(self, slot: Slot, queue: SlotQueue, value: Tensor) -> None:
-        for lo, hi in self._chunks(slot.offset, slot.end):
+    def _write_weights_alone(self, slot: Slot, queue: SlotQueue, value: Tensor) -> None:
+        for lo, hi in self._weights_alone(slot.offset, slot.end):
             start, stop = max(lo, slot.offset), min(hi, slot.end)
             staging = queue.acquire()
             try:
@@ -273,18 +335,20 @@ class FlatState:
                 queue.give_back(staging, [])
 
     def read_weight(self, slot: Slot, queue: SlotQueue, out: Tensor) -> None:
-        """Copies the weight of one parameter to the 1-D CPU tensor `out`."""
-        self._read(slot, queue, [self.weight], lambda tensors: tensors, {"weight": out})
+        """Copies the weight of one parameter to the 1-D CPU tensor `out`, as far as it is here."""
+        chunks = [*self._weights_alone(slot.offset, slot.end), *self._chunks(slot.offset, slot.end)]
+        self._read(slot, queue, [self.weight], lambda tensors: tensors, {"weight": out}, chunks)
 
     def read_state(self, slot: Slot, queue: SlotQueue, names: Sequence[str] = STATES) -> dict[str, Tensor]:
-        """The decoded fp32 `names` of one trainable parameter as new 1-D CPU tensors."""
+        """The decoded fp32 `names` of a trainable parameter as new 1-D CPU tensors, filled as far as they are here."""
 
         def decode(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             state = kernels.read(self.fmt.name, tensors)
             return {name: getattr(state, name) for name in names}
 
         out = {name: torch.empty(slot.numel, dtype=torch.float32) for name in names}
-        self._read(slot, queue, [self.weight, *self.planes.values()], decode, out)
+        chunks = self._chunks(slot.offset, slot.end)
+        self._read(slot, queue, [self.weight, *self.planes.values()], decode, out, chunks)
         return out
 
     def _read(
@@ -294,11 +358,11 @@ class FlatState:
         planes: Sequence[Plane],
         decode: Callable[[dict[str, Tensor]], dict[str, Tensor]],
         out: dict[str, Tensor],
+        chunks: Iterable[tuple[int, int]],
     ) -> None:
         self.settle()
         queue.drain()
-        for lo, hi in self._chunks(slot.offset, slot.end):
-            hi = min(hi, *(plane.elements for plane in planes))
+        for lo, hi in chunks:
             start, stop = max(lo, slot.offset), min(hi, slot.end)
             staging = queue.acquire()
             try:

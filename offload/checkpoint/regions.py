@@ -158,7 +158,7 @@ def _directly(plane: Plane, parts: list[Part], out: Tensor) -> Ticket | None:
     lo = part.slot.offset + part.offset
     hi = lo + part.length
     step = granule([plane.spec])
-    if lo % step or (hi % step and hi != plane.elements) or part.at % PAGE:
+    if lo % step or (hi % step and hi != plane.end) or part.at % PAGE:
         return None
     return plane.submit_read(lo, hi, out[part.at : part.at + part.nbytes].view(plane.spec.dtype))
 
@@ -170,7 +170,7 @@ def _bring(plane: Plane, lo: int, hi: int, scratch: Tensor) -> tuple[int, Tensor
         begin = lo // step * step
         return begin, plane.view(begin, hi)
     step = granule([plane.spec])
-    begin, end = lo // step * step, min(ceil_to(hi, step), plane.elements)
+    begin, end = lo // step * step, min(ceil_to(hi, step), plane.end)
     data = scratch[: plane.nbytes(begin, end)].view(plane.spec.dtype)
     plane.read(begin, end, data)
     return begin, data

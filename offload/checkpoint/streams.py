@@ -52,7 +52,7 @@ def _from_state(
         planes = {"master": state.planes["master"]} if "master" in state.planes else {**planes, **state.planes}
     lo, hi = lo + slot.offset, hi + slot.offset
     for first in range(lo // state.chunk * state.chunk, hi, state.chunk):
-        end = min(first + state.chunk, *(plane.elements for plane in planes.values()))
+        end = min(first + state.chunk, *(plane.end for plane in planes.values()))
         start, stop = max(lo, first), min(hi, end)
         staging = queue.acquire()
         try:

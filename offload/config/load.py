@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import tomli
 from offload.config.describe import sections_of
 from offload.config.errors import ConfigError
 from offload.config.schema import Config
-from offload.config.unavailable import unavailable
 
 COMMAND_LINE = "command line"
 """Where overrides come from, in messages."""
@@ -36,7 +34,6 @@ def load_config(source: Config | Mapping[str, Any] | str | Path | None = None, o
         values: dict[str, Any] = {}
     elif isinstance(source, Config):
         if not overrides:
-            _refuse_unavailable(source)
             return source
         values = source.to_dict()
     elif isinstance(source, Mapping):
@@ -60,7 +57,6 @@ def load_config(source: Config | Mapping[str, Any] | str | Path | None = None, o
         raise ConfigError(problems) from None
     if problems:
         raise ConfigError(problems)
-    _refuse_unavailable(config)
     return config
 
 
@@ -78,12 +74,6 @@ def _prefer_factory(values: dict[str, Any], overrides: Sequence[str]) -> None:
     named = {override.partition("=")[0].strip() for override in overrides}
     if isinstance(model, dict) and model.get("factory") not in (None, "none") and "model.preset" not in named:
         model.pop("preset", None)
-
-
-def _refuse_unavailable(config: Config) -> None:
-    problems = unavailable(config, os.environ)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _copied(source: Mapping[str, Any]) -> dict[str, Any]:

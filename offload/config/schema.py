@@ -172,6 +172,11 @@ class ParallelConfig(Section):
     stage: Literal[0, 1, 2, 3] = 0
     shard_size: CountOrAuto = "auto"
     replicate_size: CountOrAuto = "auto"
+    accumulate: Literal["auto", "local", "reduced"] = "auto"
+    """Whether micro-batches of a batch-major step are summed on each rank and reduced once (`local`; `auto` in stages 0
+    to 2), or each reduced (`reduced`; `auto` in stage 3), which keeps no gradients of whole units."""
+    timeout: Positive = 600.0
+    """Seconds after which a rank that does not come to a collective is given up."""
 
 
 class CheckpointConfig(Section):

@@ -36,7 +36,7 @@ class Delivery:
 class Later:
     """A load that can only begin when the plane is at rest again; whoever waits for it begins it."""
 
-    def __init__(self, loader: Loader, flat: ResidentFlat, buffer: Tensor, update: UnitUpdate | None) -> None:
+    def __init__(self, loader: Loader, flat: ResidentFlat, buffer: Tensor, update: Completion | None) -> None:
         self._loader, self._flat, self._buffer, self._update = loader, flat, buffer, update
 
     def wait(self, timeout: float | None = None) -> None:
@@ -61,7 +61,7 @@ def ready_to_load(updates: Updates | None, unit: Unit) -> bool:
     update = None if updates is None else updates.pending(unit.index)
     if update is not None:
         return update.stage is Stage.WAITING
-    return not any(flat.writing for flat in unit.flats)
+    return not any(flat.writing or flat.replicating is not None for flat in unit.flats)
 
 
 def begin_loads(updates: Updates | None, unit: Unit, loader: Loader) -> None:
@@ -73,12 +73,15 @@ def begin_loads(updates: Updates | None, unit: Unit, loader: Loader) -> None:
         targets = {
             index: (flat.buffer, None if device.aliases_host else device.record())
             for index, flat in enumerate(unit.flats)
-            if flat.buffer is not None and index in update.ranges
+            if flat.buffer is not None and index in update.ranges and flat.replicating is None
         }
         delivered = bool(targets) and updates.deliver(update, targets)
     for index, flat in enumerate(unit.flats):
         concerned = update if update is not None and index in update.ranges else None
-        if flat.buffer is None:
+        if flat.replicating is not None:  # comes after the update
+            exchanged = flat.replicating
+            flat.completion = exchanged if flat.buffer is None else Later(loader, flat, flat.buffer, exchanged)
+        elif flat.buffer is None:
             flat.completion = concerned
         elif concerned is None:
             flat.completion = (
@@ -87,6 +90,6 @@ def begin_loads(updates: Updates | None, unit: Unit, loader: Loader) -> None:
         elif not delivered or updates is None:
             flat.completion = Later(loader, flat, flat.buffer, concerned)
         else:
-            others = uncovered(concerned.ranges[index], flat.plane.elements)
+            others = uncovered(concerned.ranges[index], flat.plane.base, flat.plane.end)
             loads = [loader.load(flat.plane, flat.buffer, lo, hi) for lo, hi in others]
             flat.completion = Delivery(updates, concerned, loader, loads)

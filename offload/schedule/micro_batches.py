@@ -22,7 +22,8 @@ class MicroBatches:
     """Forward and backward of one micro-batch at a time, by index, in any order.
 
     `forward(*args, **kwargs)` and `backward(loss)` are the engine's, `seed(k)` sets the global generators for
-    micro-batch k. A `loss_fn` may give a loss, or a pair of a sum of losses and a number of target tokens.
+    micro-batch k, and `begins(k)` is called before it. A `loss_fn` may give a loss, or a pair of a sum of losses and a
+    number of target tokens.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class MicroBatches:
         forward: Callable[..., Any],
         backward: Callable[[Tensor], None],
         seed: Callable[[int], None],
+        begins: Callable[[int], None] | None = None,
     ) -> None:
-        self._batches, self._loss_fn = batches, loss_fn
+        self._batches, self._loss_fn, self._begins = batches, loss_fn, begins
         self._forward, self._backward, self._seed = forward, backward, seed
         self._losses: dict[int, float] = {}
         self._tokens: dict[int, int | None] = {}
@@ -48,6 +50,8 @@ class MicroBatches:
         Raises:
             ValueError: no loss to be found, or a token count for some micro-batches only.
         """
+        if self._begins is not None:
+            self._begins(k)
         self._seed(k)
         batch = self._batches[k]
         outputs = self._call(batch)
@@ -79,6 +83,15 @@ class MicroBatches:
         if len(self._tokens) < len(self._batches):
             return None
         return sum(count or 0 for count in self._tokens.values()) or 1
+
+    @property
+    def counted(self) -> bool:
+        """Whether target tokens are counted, as far as is known."""
+        return any(count is not None for count in self._tokens.values())
+
+    def sums(self) -> tuple[float, int]:
+        """(sum of losses, number of target tokens) where they are counted."""
+        return sum(self._losses[k] for k in range(len(self._batches))), sum(n or 0 for n in self._tokens.values())
 
     def result(self) -> tuple[float, int]:
         """(mean loss, 1) or, with token counts, (mean loss over all tokens, their number)."""

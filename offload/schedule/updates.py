@@ -384,12 +384,11 @@ def _work(owner: weakref.ref[Updates]) -> None:
         del updates, update
 
 
-def uncovered(ranges: Sequence[tuple[int, int]], elements: int) -> Iterator[tuple[int, int]]:
-    """What of `[0, elements)` the ascending `ranges` leave out."""
-    start = 0
+def uncovered(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """What of `[start, stop)` the ascending `ranges` leave out."""
     for lo, hi in ranges:
         if start < lo:
             yield start, lo
         start = hi
-    if start < elements:
-        yield start, elements
+    if start < stop:
+        yield start, stop

@@ -1,0 +1,245 @@
+"""Collectives in one order: a thread that carries out what is submitted, and what happens when other ranks do not come.
+
+All ranks submit the same operations to a channel in the same order. An operation's messages carry a tag made of the
+channel, its number and its name, so data of different operations never mix. [Note: stalls] A rank that waits for long
+says in the job's store what it waits in; as soon as it sees that another rank waits in a different operation of the
+same number, or has failed, it raises an error that names both. The thread that is stuck in a message then is a daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from offload.errors import ParallelError
+from offload.parallel.collectives import Allocate, Collectives
+from offload.parallel.ranks import Ranks
+from swap.tickets import fresh
+
+T = TypeVar("T")
+_POLL = 1.0  # seconds between looks at what keeps an operation
+_STALL = 3.0  # seconds after which an operation may be stuck
+_CLOSE = 5.0  # seconds that `close` waits for the operation under way
+
+
+class Pending(Generic[T]):
+    """One operation of a channel."""
+
+    def __init__(self, what: str, job: Callable[[Collectives], T], before: Callable[[], object] | None) -> None:
+        self.what = what
+        self._job: Callable[[Collectives], T] | None = job
+        self._before = before
+        self._ended = threading.Event()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self, collectives: Collectives) -> None:
+        """On the channel's thread."""
+        assert self._job is not None
+        if self._before is not None:
+            self._before()
+        self._result = self._job(collectives)
+
+    def end(self, error: BaseException | None) -> None:
+        if not self._ended.is_set():
+            self._error = error
+            self._job = self._before = None  # what they hold may go
+            self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Sleeps until it is carried out.
+
+        Raises:
+            ParallelError: it failed, or an earlier one of the channel did.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"{self.what}: not done after {timeout} s")
+        if self._error is not None:
+            raise fresh(self._error)
+
+    def result(self) -> T:
+        """What the job returned; waits for it."""
+        self.wait()
+        return self._result  # type: ignore[return-value]
+
+
+class Channel:
+    """One order of operations. `allocate(numel, dtype)` gives host memory for what they need beside their operands."""
+
+    def __init__(self, name: str, ranks: Ranks, allocate: Allocate) -> None:
+        self.name, self._ranks = name, ranks
+        self._changed = threading.Condition()
+        self._queue: deque[Pending[Any]] = deque()
+        self._current: Pending[Any] | None = None
+        self._number = 0
+        self._since = 0.0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._collectives = Collectives(ranks, allocate, self._tag)
+        self._threads = [
+            threading.Thread(target=target, args=(weakref.ref(self),), name=f"offload-comm-{name}{kind}", daemon=True)
+            for target, kind in ((_work, ""), (_watch, "-watch"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self, what: str, job: Callable[[Collectives], T], *, before: Callable[[], object] | None = None
+    ) -> Pending[T]:
+        """Has `job` carried out after all that was submitted before; `before` is called ahead of it, to wait for
+        something of this rank's own.
+
+        Raises:
+            ParallelError: an operation failed, or the channel is closed.
+        """
+        pending = Pending(what, job, before)
+        with self._changed:
+            if self._error is not None:
+                raise fresh(self._error)
+            if self._closed:
+                raise ParallelError(f"{what}: the engine is closed")
+            self._queue.append(pending)
+            self._changed.notify_all()
+        return pending
+
+    def _tag(self, part: int) -> int:
+        """A message's tag: alike on all ranks for one operation, different for others."""
+        current = self._current
+        what = "" if current is None else current.what
+        return zlib.crc32(f"{self.name} {self._number} {part} {what}".encode()) & 0x7FFFFFFF
+
+    def fail(self, error: BaseException) -> None:
+        """Ends everything with `error`, unless something has failed before."""
+        with self._changed:
+            self._error = self._error or error
+            pending = [*([] if self._current is None else [self._current]), *self._queue]
+            self._queue.clear()
+            self._changed.notify_all()
+        for operation in pending:
+            operation.end(self._error)
+
+    # The thread
+
+    def next(self) -> bool:
+        """Carries out one operation if there is one; False if it is over."""
+        with self._changed:
+            if not self._queue:
+                if self._closed or self._error is not None:
+                    return False
+                self._changed.wait(_POLL)
+                return True
+            current = self._current = self._queue.popleft()
+            self._number += 1
+            self._since = time.monotonic()
+        error: BaseException | None = None
+        try:
+            current.run(self._collectives)
+        except BaseException as caught:
+            error = self._named(current.what, caught)
+        with self._changed:
+            self._current = None
+        if error is not None:
+            self._ranks.report_failure(error)
+            current.end(error)
+            self.fail(error)
+        else:
+            current.end(None)
+        return True
+
+    def _named(self, what: str, error: BaseException) -> BaseException:
+        """The error that users see: those of messages tell who is missing, others stay what they are."""
+        if isinstance(error, ParallelError) or not isinstance(error, (RuntimeError, ValueError)):
+            return error
+        text = " ".join(str(error).split())
+        gone = "onnection" in text or "imed out" in text or "eer" in text
+        if not gone:
+            return error
+        named = ParallelError(f"{what}: another rank is gone or does not come ({text[:200]}){self._said()}")
+        named.__cause__ = error.with_traceback(None)
+        return named
+
+    def _said(self) -> str:
+        first = None
+        for _ in range(10):  # who failed may be about to say so
+            first = self._ranks.first_failure()
+            if first is not None:
+                return f"; the first failure was on {first}"
+            time.sleep(0.1)
+        return f"; no rank has said why (parallel.timeout = {self._ranks.timeout:g} s)"
+
+    # The watch, see [Note: stalls]
+
+    def look(self) -> bool:
+        """Whether to go on looking; ends what cannot go on."""
+        with self._changed:
+            if self._closed or self._error is not None:
+                return False
+            self._changed.wait(_POLL)
+            current, number, waited = self._current, self._number, time.monotonic() - self._since
+        if current is None or waited < _STALL or self._ranks.closed:
+            return True
+        first = self._ranks.first_failure()
+        if first is not None:
+            self.fail(ParallelError(f"{current.what}: another rank has failed; {first}"))
+            return False
+        self._ranks.publish(f"{self.name}/{self._ranks.rank}", f"{number} {current.what}")
+        for rank in self._ranks.members("world"):
+            said = self._ranks.look_up(f"{self.name}/{rank}")
+            if said is None:
+                continue
+            at, _, what = said.partition(" ")
+            if int(at) == number and what != current.what:
+                error = ParallelError(
+                    f"ranks do different things: rank {self._ranks.rank} is to {current.what}, but rank {rank} is to "
+                    f"{what}; all ranks have to use the same modules and call the engine in the same order"
+                )
+                self._ranks.report_failure(RuntimeError(str(error)))
+                self.fail(error)
+                return False
+        if waited > self._ranks.timeout + _STALL:
+            self.fail(ParallelError(f"{current.what}: not done after parallel.timeout = {self._ranks.timeout:g} s"))
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends the threads; what was not begun fails. Idempotent. Does not wait long for a peer that does not come."""
+        with self._changed:
+            self._closed = True
+            pending = list(self._queue)
+            self._queue.clear()
+            self._changed.notify_all()
+        for operation in pending:
+            operation.end(ParallelError(f"{operation.what}: the engine is closed"))
+        deadline = time.monotonic() + _CLOSE
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads = []
+
+
+def _work(reference: weakref.ref[Channel]) -> None:
+    while True:
+        channel = reference()
+        if channel is None:
+            return
+        with contextlib.suppress(ReferenceError):
+            if not channel.next():
+                return
+        del channel
+
+
+def _watch(reference: weakref.ref[Channel]) -> None:
+    while True:
+        channel = reference()
+        if channel is None or not channel.look():
+            return
+        del channel

@@ -1,0 +1,186 @@
+"""This process among the ranks of a job: a grid of replicas times shards over `torch.distributed`.
+
+Ranks of a shard group are neighbours, so that with one group a node its traffic stays on the node. Data goes from rank
+to rank in point-to-point messages of the gloo backend (or NCCL's collectives on CUDA), so groups are lists of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import ParallelError
+from offload.parallel.counters import Counters
+
+_PREFIX = "offload"
+_FAILURE = "failure"
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    value = environ.get(name, "")
+    return int(value) if value.isdigit() else default
+
+
+def grid(world: int, shard_size: int | None, replicate_size: int | None) -> tuple[int, int]:
+    """(ranks that divide state among them, groups of them).
+
+    Raises:
+        ValueError: the sizes do not make up the number of ranks.
+    """
+    if shard_size is None:
+        shard_size = world if replicate_size is None else world // replicate_size
+    if replicate_size is None:
+        replicate_size = world // max(shard_size, 1)
+    if shard_size < 1 or replicate_size < 1 or shard_size * replicate_size != world:
+        raise ValueError(
+            f"parallel.shard_size = {shard_size} times parallel.replicate_size = {replicate_size} must be the number "
+            f"of ranks, which is {world}"
+        )
+    return shard_size, replicate_size
+
+
+class Ranks:
+    """The place of this process; `close()` when done.
+
+    `rank` = `replicate_rank` x `shard_size` + `shard_rank`. `local_rank` and `local_world` count processes of this job
+    on this machine. `on_device`: whether data goes from device to device (NCCL), not through host memory.
+    """
+
+    def __init__(
+        self, *, shard_size: int | None, replicate_size: int | None, timeout: float, device_kind: str, owned: bool
+    ) -> None:
+        self.world, self.rank = dist.get_world_size(), dist.get_rank()
+        self.local_world = _number(os.environ, "LOCAL_WORLD_SIZE", 1)
+        self.local_rank = _number(os.environ, "LOCAL_RANK", 0)
+        self.timeout, self._owned = timeout, owned
+        self.shard_size, self.replicate_size = grid(self.world, shard_size, replicate_size)
+        self.replicate_rank, self.shard_rank = divmod(self.rank, self.shard_size)
+        self.counters = Counters()
+        self.closed = False
+        self.on_device = device_kind == "cuda" and dist.get_backend() == "nccl"
+        first = self.replicate_rank * self.shard_size
+        self._members: dict[str, list[int]] = {
+            "world": list(range(self.world)),
+            "shard": list(range(first, first + self.shard_size)),
+            "replicate": list(range(self.shard_rank, self.world, self.shard_size)),
+        }
+        self._groups: dict[str, Any] = {}
+        self._store: Any = None
+        self.messages = self._host_group(timeout)
+        if self.on_device:
+            self._device_groups(timeout)
+
+    @classmethod
+    def open(
+        cls, *, shard_size: int | None, replicate_size: int | None, timeout: float, device_kind: str
+    ) -> Ranks | None:
+        """The ranks of the process group that is there, or that the launcher's environment asks for; None for a single
+        process.
+
+        Raises:
+            ValueError: sizes of groups that do not make up the number of ranks.
+        """
+        owned = False
+        if not (dist.is_available() and dist.is_initialized()):
+            world = _number(os.environ, "WORLD_SIZE", 1)
+            if world < 2:
+                return None
+            grid(world, shard_size, replicate_size)  # refused before anybody is waited for
+            local = _number(os.environ, "LOCAL_RANK", 0)
+            if device_kind == "cuda":
+                torch.cuda.set_device(local)
+            backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            owned = True
+        elif dist.get_world_size() < 2:
+            return None
+        try:
+            return cls(
+                shard_size=shard_size,
+                replicate_size=replicate_size,
+                timeout=timeout,
+                device_kind=device_kind,
+                owned=owned,
+            )
+        except BaseException:
+            if owned:
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group()
+            raise
+
+    def _host_group(self, timeout: float) -> Any:
+        """The group whose messages carry host tensors."""
+        if self._owned and "gloo" in str(dist.get_backend_config()):
+            return dist.group.WORLD
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def _device_groups(self, timeout: float) -> None:
+        size, limit = self.shard_size, timedelta(seconds=timeout)
+        layout = {
+            "world": [list(range(self.world))],
+            "shard": [list(range(i, i + size)) for i in range(0, self.world, size)],
+            "replicate": [list(range(i, self.world, size)) for i in range(size)],
+        }
+        for name, groups in layout.items():
+            for members in groups:  # every rank takes part in making every group
+                made = dist.new_group(members, backend="nccl", timeout=limit)
+                if self.rank in members:
+                    self._groups[name] = made
+
+    def members(self, group: str) -> list[int]:
+        """Ranks of this rank's group `shard`, `replicate` or `world`, ascending."""
+        return self._members[group]
+
+    def device_group(self, group: str) -> Any:
+        """The NCCL group of that name."""
+        return self._groups[group]
+
+    # What ranks tell each other outside of collectives
+
+    @property
+    def store(self) -> Any:
+        """The job's key-value store."""
+        if self._store is None:
+            self._store = dist.distributed_c10d.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        return self._store
+
+    def publish(self, key: str, text: str) -> None:
+        """Makes `text` readable to all ranks; silently nothing if the store is gone."""
+        with contextlib.suppress(Exception):
+            self.store.set(key, text)
+
+    def look_up(self, key: str) -> str | None:
+        """What was published under `key`, if anything was."""
+        try:
+            if not self.store.check([key]):
+                return None
+            return bytes(self.store.get(key)).decode()
+        except Exception:
+            return None
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tells the others that this rank fails, unless another one has failed before."""
+        if self.closed or isinstance(error, ParallelError) or self.first_failure() is not None:
+            return
+        text = " ".join(str(error).split())
+        self.publish(_FAILURE, f"rank {self.rank}: {type(error).__name__}: {text}")
+
+    def first_failure(self) -> str | None:
+        """What the rank that failed first has said."""
+        return self.look_up(_FAILURE)
+
+    def close(self) -> None:
+        """Ends what `open` began. Idempotent; does not wait for other ranks."""
+        if self.closed:
+            return
+        self.closed = True
+        self._store = None
+        if self._owned and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()

@@ -1,0 +1,194 @@
+"""What changes for an engine that trains together with others, one a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from offload.batches import BatchTraining
+from offload.parallel.ranks import Ranks
+from offload.parameters import ParameterRecord
+from offload.schedule.micro_batches import MicroBatches
+from offload.tiers import Tier
+
+if TYPE_CHECKING:
+    from offload.build import Blueprint
+    from offload.config import Config
+    from offload.parallel.cluster import Cluster
+    from offload.schedule.choice import Schedule
+
+
+def open_ranks(config: Config) -> Ranks | None:
+    """This process among the ranks that the launcher started, or that `torch.distributed` knows of; None if alone.
+
+    Raises:
+        ValueError: sizes of groups that do not make up the number of ranks.
+    """
+    parallel = config.parallel
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Ranks.open(
+        shard_size=None if parallel.shard_size == "auto" else parallel.shard_size,
+        replicate_size=None if parallel.replicate_size == "auto" else parallel.replicate_size,
+        timeout=parallel.timeout,
+        device_kind=device,
+    )
+
+
+class Together(BatchTraining):
+    """The part of an engine that reduces gradients over ranks and reads what is divided among them."""
+
+    config: Config
+    _blueprint: Blueprint
+    _schedule: Schedule
+
+    def _join(self, blueprint: Blueprint) -> Cluster | None:
+        """Opens this engine's channels to the others, if there are any."""
+        if blueprint.ranks is None or blueprint.wire is None:
+            return None
+        from offload.parallel.cluster import Cluster
+
+        cluster = Cluster(
+            blueprint.ranks,
+            self._memory,
+            self._residency,
+            self._states,
+            blueprint.specs,
+            division=blueprint.division,
+            wire=blueprint.wire,
+        )
+        try:
+            if cluster.divides_weights:
+                leases = blueprint.plan.planned[str(Tier.DEVICE)].get("leases", 0)
+                self._residency.prefetch_limit = cluster.agree_on_least("agree on room for gathered weights", leases)
+                self._residency.gather = cluster.gathering.for_use
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
+    def _prefetch_depth(self) -> int | None:
+        """Units loaded ahead; None for as many as measured times ask for, which differ between ranks."""
+        depth = self.config.schedule.prefetch_units
+        if depth != "auto":
+            return depth
+        return self._blueprint.prefetch if self._residency.gather is not None else None
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """This process's place among the ranks; None on a single one."""
+        return self._blueprint.ranks
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within add to this rank's own gradients; they are reduced with those of the next backward outside
+        of it, or by `step()`. In stages 2 and 3 every other backward is reduced by itself. Nothing on a single rank.
+        """
+        if self._cluster is None:
+            yield
+            return
+        reduction = self._cluster.reduction
+        before, reduction.syncing = reduction.syncing, False
+        try:
+            yield
+        finally:
+            reduction.syncing = before
+
+    def _reduce(self, *, whole: bool = False) -> None:
+        """Every rank gets the mean over ranks of the gradients that it updates; `whole`: at the end of a step."""
+        if self._cluster is None:
+            return
+        self._gradient_queue.drain()
+        self._cluster.reduction.finish()
+        if whole:
+            self._cluster.reduction.across_replicas()
+
+    def _communicated(self) -> dict[str, int]:
+        """Bytes through collectives so far, for `counters()`."""
+        return {} if self._cluster is None else self._cluster.bytes_moved()
+
+    # Micro-batches
+
+    def _check_alike(self, count: int) -> None:
+        if self._cluster is None:
+            return
+        counts = self._cluster.all_of("compare the numbers of micro-batches", count)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"train_batch: {counts} micro-batches on ranks 0 to {len(counts) - 1}; all ranks need the same number "
+                "(give those that have less data smaller micro-batches, and count target tokens)"
+            )
+
+    def _micro_batch_begins(self, k: int, count: int) -> None:
+        if self._cluster is not None and not self._cluster.reduction.holding and self._sums_locally:
+            self._cluster.reduction.syncing = k == count - 1
+
+    @property
+    def _sums_locally(self) -> bool:
+        """Whether the micro-batches of a batch-major step are summed on each rank and reduced once."""
+        wanted = self.config.parallel.accumulate
+        return self._blueprint.division.stage < 3 if wanted == "auto" else wanted == "local"
+
+    @contextmanager
+    def _as_one(self, *, layer_major: bool) -> Iterator[None]:
+        if self._cluster is None:
+            yield
+            return
+        reduction = self._cluster.reduction
+        before, reduction.holding = reduction.syncing, layer_major
+        try:
+            yield
+            if layer_major:
+                reduction.holding = False
+                reduction.backward_ended()
+        finally:
+            reduction.holding, reduction.syncing = False, before
+
+    def _known_divisor(self, work: MicroBatches) -> float | None:
+        tokens = work.tokens()
+        if tokens is None or self._cluster is None or not work.counted:
+            return tokens
+        return self._over_ranks(work, 0.0)[1]
+
+    def _over_ranks(self, work: MicroBatches, loss: float) -> tuple[float, float]:
+        if self._cluster is None:
+            return super()._over_ranks(work, loss)
+        world = self._cluster.ranks.world
+        mine = (*work.sums(), loss) if work.counted else (0.0, 0, loss)
+        sums = self._cluster.all_of("sum the losses and target tokens", mine)
+        tokens = sum(count for _, count, _ in sums)
+        if not tokens:
+            return sum(of_rank for _, _, of_rank in sums) / world, 1.0
+        # The reduced gradients are divided by the number of ranks already.
+        return sum(total for total, _, _ in sums) / tokens, tokens / world
+
+    # Reading what is divided
+
+    def _whole_weight(self, record: ParameterRecord, out: Tensor) -> None:
+        if self._cluster is not None:
+            self._cluster.assemble(out, record, states=False)
+
+    def _whole_state(self, record: ParameterRecord, out: Tensor) -> None:
+        if self._cluster is not None:
+            self._cluster.assemble(out, record, states=True)
+
+    def _read_gradient(self, record: ParameterRecord) -> Tensor | None:
+        """The accumulated gradient as a new 1-D CPU tensor in the accumulation dtype, or None; as it rests."""
+        if self._cluster is None:
+            return super()._read_gradient(record)
+        self._reduce(whole=True)
+        if record.name not in self._cluster.reduction.present():
+            return None
+        gradients = self._gradients(record)
+        out = torch.zeros(math.prod(record.slot.shape), dtype=self._blueprint.accumulate)
+        part = gradients.part(record.name)
+        if part is not None and part.numel:
+            out[part.start : part.start + part.numel] = gradients.read(record.name, self._gradient_queue)
+        self._cluster.assemble(out, record, states=True)
+        return out
