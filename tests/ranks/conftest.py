@@ -1,0 +1,16 @@
+"""Fixtures of the tests on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.ranks.harness import RankPool, pools
+
+
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[Callable[[int], RankPool]]:
+    """`pool_of(world)`: a pool of so many ranks, the same for all tests of a module."""
+    with pools() as of:
+        yield of
