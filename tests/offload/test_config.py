@@ -133,23 +133,6 @@ def test_values_that_contradict_each_other(source: Any) -> None:
     assert only_problem(source).startswith(next(iter(source)))
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "parallel.shard_size=2",
-    ],
-)
-def test_what_this_version_lacks_is_refused(override: str) -> None:
-    key = override.partition("=")[0]
-    assert only_problem(None, override).startswith(f"{key} = ")
-
-
-def test_more_than_one_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert only_problem(None).startswith("WORLD_SIZE = 2")
-    assert "WORLD_SIZE" in only_problem(Config())
-
-
 def test_overrides_win_and_keep_their_types() -> None:
     config = load_config(
         {"memory": {"host": "1GiB"}, "optimizer": {"max_grad_norm": 1.0}},
