@@ -8,7 +8,7 @@ import fnmatch
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from offload.layout import WHOLE, Division, ParameterSpec, UnitLayout, layout_un
 from offload.machine import free_disk, host_memory, return_freed_memory
 from offload.optimizer import default_groups
 from offload.parallel.ranks import Ranks
+from offload.parallel.replicas import hash_parameters
 from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecord
 from offload.placement import Limits, Plan, Request, make_plan
 from offload.planes import SlotQueue
@@ -70,6 +71,8 @@ class Blueprint:
     ranks: Ranks | None = None
     division: Division = WHOLE
     wire: torch.dtype | None = None
+    hashes: dict[str, int] = field(default_factory=dict)
+    """Of first values, by unit, on several ranks."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -249,7 +252,7 @@ def divide(config: Config, ranks: Ranks | None) -> tuple[Division, torch.dtype |
         return WHOLE, None
     reduce = config.precision.reduce_dtype
     wire = DTYPES[config.precision.accumulate_dtype if reduce == "auto" else reduce]
-    return Division(stage=int(config.parallel.stage), rank=ranks.shard_rank, size=ranks.shard_size), wire
+    return Division(stage=config.parallel.number, rank=ranks.shard_rank, size=ranks.shard_size), wire
 
 
 def parameter_groups(
@@ -428,6 +431,8 @@ def build_units(
             source = blueprint.source
             blueprint.creator.create([p for p in parameters.values() if source is None or not source.has(p)])
             materialise(list(parameters.values()))
+            if blueprint.ranks is not None and source is None:  # a file is the same for all
+                blueprint.hashes[spec.name] = hash_parameters(parameters.values())
             values = values_of(parameters, source)
             unit = Unit(index=spec.index, name=spec.name, flats=[])
             for index, flat in enumerate(layout.flats):

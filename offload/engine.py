@@ -343,6 +343,8 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
         with uninterrupted():
             with self._lock:
                 result = self._step()
+            if result.stepped:
+                self._verify_now_and_then()
             self._memory.spans.end_step(self._step_count + self._skipped_steps)
             if result.stepped:
                 self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise

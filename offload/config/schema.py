@@ -169,14 +169,31 @@ class SwapConfig(Section):
 class ParallelConfig(Section):
     """How state is divided over ranks."""
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: Literal[0, 1, 2, 3, "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] = 0
+    """ZeRO's stage: 0 nothing is divided, 1 optimizer states, 2 gradients too, 3 parameters too. FSDP's names stand for
+    0, 2 and 3; the hybrid ones for 3 and 2 within a machine, with replicas across machines."""
     shard_size: CountOrAuto = "auto"
+    """Neighbouring ranks that divide state among them; all ranks, or those of a machine for hybrid names."""
     replicate_size: CountOrAuto = "auto"
+    """Groups of such ranks, each with a whole copy."""
+    verify_every: Steps = 100
+    """Steps between comparisons of the weights that several ranks keep; 0 for none but that of first values."""
     accumulate: Literal["auto", "local", "reduced"] = "auto"
     """Whether micro-batches of a batch-major step are summed on each rank and reduced once (`local`; `auto` in stages 0
     to 2), or each reduced (`reduced`; `auto` in stage 3), which keeps no gradients of whole units."""
     timeout: Positive = 600.0
     """Seconds after which a rank that does not come to a collective is given up."""
+
+    @property
+    def number(self) -> int:
+        """The stage as a number."""
+        named = {"NO_SHARD": 0, "SHARD_GRAD_OP": 2, "FULL_SHARD": 3, "HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}
+        return named[self.stage] if isinstance(self.stage, str) else self.stage
+
+    @property
+    def within_machine(self) -> bool:
+        """Whether state is divided among the ranks of one machine unless a size says otherwise."""
+        return isinstance(self.stage, str) and "HYBRID" in self.stage
 
 
 class CheckpointConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from offload.batches import BatchTraining
 from offload.parallel.ranks import Ranks
+from offload.parallel.replicas import compare, hash_weights
 from offload.parameters import ParameterRecord
 from offload.schedule.micro_batches import MicroBatches
 from offload.tiers import Tier
@@ -33,8 +35,12 @@ def open_ranks(config: Config) -> Ranks | None:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    shard_size = None if parallel.shard_size == "auto" else parallel.shard_size
+    if shard_size is None and parallel.replicate_size == "auto" and parallel.within_machine:
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        shard_size = int(local) if local.isdigit() else None
     return Ranks.open(
-        shard_size=None if parallel.shard_size == "auto" else parallel.shard_size,
+        shard_size=shard_size,
         replicate_size=None if parallel.replicate_size == "auto" else parallel.replicate_size,
         timeout=parallel.timeout,
         device_kind=device,
@@ -64,6 +70,8 @@ class Together(BatchTraining):
             wire=blueprint.wire,
         )
         try:
+            hashes = cluster.all_of("compare first values", blueprint.hashes)
+            compare(hashes, [blueprint.ranks.members("world")], "at the start")
             if cluster.divides_weights:
                 leases = blueprint.plan.planned[str(Tier.DEVICE)].get("leases", 0)
                 self._residency.prefetch_limit = cluster.agree_on_least("agree on room for gathered weights", leases)
@@ -112,6 +120,36 @@ class Together(BatchTraining):
     def _communicated(self) -> dict[str, int]:
         """Bytes through collectives so far, for `counters()`."""
         return {} if self._cluster is None else self._cluster.bytes_moved()
+
+    def verify_replicas(self) -> None:
+        """Compares the weights that several ranks keep: all of them in stages 0 to 2, else shards with their replicas.
+        A step does so every `parallel.verify_every` steps.
+
+        Raises:
+            ParallelError: they differ; names the unit.
+        """
+        if self._cluster is None:
+            return
+        ranks, units = self._cluster.ranks, self._residency.units
+        hashes: dict[str, int] = {}
+        for (index, flat), state in sorted(self._states.items()):
+            if not (state.division.divides_weights(state.flat) and ranks.replicate_size == 1):
+                shard = f" (shard {ranks.shard_rank})" if state.division.divides_weights(state.flat) else ""
+                hashes[f"{units[index].name}, {state.flat.dtype} flat {flat}{shard}"] = hash_weights(
+                    state, self._step_queue
+                )
+        found = self._cluster.all_of("compare replicas", hashes)
+        everybody = [{k: v for k, v in of_rank.items() if "(shard" not in k} for of_rank in found]
+        shards = [{k: v for k, v in of_rank.items() if "(shard" in k} for of_rank in found]
+        when = f"after step {self._step_count}"
+        compare(everybody, [ranks.members("world")], when)
+        columns = [list(range(i, ranks.world, ranks.shard_size)) for i in range(ranks.shard_size)]
+        compare(shards, columns, when)
+
+    def _verify_now_and_then(self) -> None:
+        every = self.config.parallel.verify_every
+        if self._cluster is not None and every and self._step_count % every == 0:
+            self.verify_replicas()
 
     # Micro-batches
 
