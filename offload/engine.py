@@ -228,6 +228,8 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
         eager = self._eager
         if eager is not None:
             eager.check(record)
+        if self._cluster is not None:
+            self._cluster.reduction.before_arrival()
         with self._lock:
             if self._last_unit is not None and self._last_unit != record.unit:
                 self._rest_gradients(self._last_unit)

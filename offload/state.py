@@ -203,8 +203,11 @@ class FlatState:
 
     def _weights_alone(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """Chunks of the elements of which only the weight is here, that meet `[lo, hi)`."""
-        yield from self._pieces(lo, hi, self.weight.base, max(self.start, self.weight.base))
-        yield from self._pieces(lo, hi, max(self.end, self.weight.base), self.weight.end)
+        base, end = self.weight.base, self.weight.end
+        frozen = min(max(self.flat.trainable_end, base), end)
+        yield from self._pieces(lo, hi, base, max(self.start, base))
+        yield from self._pieces(lo, hi, max(self.end, base), frozen)
+        yield from self._pieces(lo, hi, frozen, end)
 
     def _pieces(self, lo: int, hi: int, first: int, last: int) -> Iterator[tuple[int, int]]:
         lo, hi = max(lo, first), min(ceil_to(hi, BLOCK), last)
@@ -251,15 +254,25 @@ class FlatState:
             staging = queue.acquire()
             after = []
             try:
-                operand = Operand(self.weight, lo, hi, Carver(staging), on_device=False)
-                operand.tensor.zero_()
+                carver = Carver(staging)
+                operand = Operand(self.weight, lo, hi, carver, on_device=False)
+                master = operand.tensor if lo >= self.flat.trainable_end else carver.take(hi - lo, torch.float32)
+                master.zero_()
                 for slot, start, stop in _meets(self.flat.slots, lo, hi):
                     part = values(slot, start - slot.offset, stop - slot.offset)
-                    operand.tensor[start - lo : stop - lo].copy_(part)
+                    master[start - lo : stop - lo].copy_(part)
+                self._round_as_elsewhere(operand.tensor, master, carver)
                 after = _put_back([operand])
             finally:
                 queue.give_back(staging, after)
         queue.drain()
+
+    def _round_as_elsewhere(self, weight: Tensor, master: Tensor, carver: Carver) -> None:
+        """Makes `weight` what the rank that has the state makes of `master`: compact ones are not just rounded."""
+        if weight is not master:
+            specs = state_specs(self.fmt, self.flat)
+            planes = {s.name: carver.take(s.numel(weight.numel()), s.dtype) for s in specs}
+            kernels.load_(self.fmt.name, {"weight": weight, **planes}, master=master)
 
     # The step
 
@@ -324,11 +337,15 @@ class FlatState:
             start, stop = max(lo, slot.offset), min(hi, slot.end)
             staging = queue.acquire()
             try:
-                operand = Operand(self.weight, lo, hi, Carver(staging), on_device=False)
+                carver = Carver(staging)
+                operand = Operand(self.weight, lo, hi, carver, on_device=False)
                 _bring([operand])
-                operand.tensor[start - lo : stop - lo].copy_(
-                    value.reshape(-1)[start - slot.offset : stop - slot.offset]
-                )
+                target = operand.tensor[start - lo : stop - lo]
+                new = value.reshape(-1)[start - slot.offset : stop - slot.offset]
+                if new.dtype == target.dtype or lo >= self.flat.trainable_end:
+                    target.copy_(new)
+                else:
+                    self._round_as_elsewhere(target, new, carver)
                 for completion in _put_back([operand]):
                     completion.wait()
             finally:

@@ -66,6 +66,7 @@ class Reduction:
         self._under_way: deque[tuple[int, Pending[None]]] = deque()
         self._present: dict[int, set[str]] = {}
         self._unsent = False
+        self._closed = False  # whether reductions of a window that has ended may be under way
         self.syncing = True
         """Whether a backward that runs now ends with a window, see [Note: windows]."""
         self.holding = False
@@ -80,6 +81,16 @@ class Reduction:
         self._place = {index: place for place, index in enumerate(order)}
 
     # During backward
+
+    def before_arrival(self) -> None:
+        """A gradient is about to be added to the local ones, where those of an earlier window must be gone."""
+        if self._closed:
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        while self._under_way:
+            self._under_way.popleft()[1].wait()
+        self._closed = False
 
     def arrived(self, index: int, name: str) -> None:
         """A gradient of parameter `name` of unit `index` has been added to the local ones.
@@ -121,6 +132,7 @@ class Reduction:
             self._unsent = False
         while self._under_way:
             self._wait_for_one()
+        self._closed = False
         if self._better is not None:
             better, self._better = self._better, None
             self._use_order(better)
@@ -135,8 +147,7 @@ class Reduction:
                 job = partial(self._sum_replicas, index, states)
                 what = f"sum the gradients of {self._names[index]} over replicas"
                 self._under_way.append((index, self._channel.submit(what, job)))
-        while self._under_way:
-            self._under_way.popleft()[1].wait()
+        self._wait_for_all()
 
     def present(self) -> set[str]:
         """Parameters for which any rank has had a gradient, of those that are reduced."""
@@ -166,8 +177,7 @@ class Reduction:
 
     def forget(self) -> None:
         """All gradients are dropped: what is under way is waited for."""
-        while self._under_way:
-            self._under_way.popleft()[1].wait()
+        self._wait_for_all()
         self._next, self._unsent, self._late, self._seen = 0, False, set(), {}
         self._present.clear()
 
@@ -182,6 +192,7 @@ class Reduction:
         late, seen = sorted(self._late), list(self._seen)
         pending = self._channel.submit("reduce late gradients", partial(self._reduce_late, late, seen))
         self._under_way.append((-1, pending))
+        self._closed = True
         self._next, self._late, self._seen = 0, set(), {}
 
     def _reduce_late(self, late: list[int], seen: list[int], collectives: Collectives) -> None:
