@@ -140,10 +140,17 @@ class BatchTraining(StateAccess):
             yield
             return
 
+        known: list[float] = []
+
+        def final() -> bool:
+            if not known and (divisor := self._known_divisor(work)) is not None:
+                known.append(divisor)
+            return bool(known)
+
         def update(unit: Unit) -> bool:
-            divisor = self._known_divisor(work)
-            if divisor is None:
+            if not final():
                 return False
+            divisor = known[0]
             # Residency's lock first: a unit that comes to rest calls this with it.
             with self._residency.lock, self._lock:
                 self._gradient_queue.drain()
@@ -155,7 +162,7 @@ class BatchTraining(StateAccess):
             return True
 
         if self._cluster is not None:
-            with self._cluster.updating_early(self._residency.units, update):
+            with self._cluster.updating_early(self._residency.units, final, update):
                 yield
             return
         expected = [record for record in self._trainable.values() if record.parameter.requires_grad]

@@ -83,13 +83,22 @@ class Cluster:
                     self.gathering.replicate(self._names[index], state)
 
     @contextmanager
-    def updating_early(self, units: Sequence[Unit], update: Callable[[Unit], bool]) -> Iterator[None]:
+    def updating_early(
+        self, units: Sequence[Unit], final: Callable[[], bool], update: Callable[[Unit], bool]
+    ) -> Iterator[None]:
         """Units are reduced during backward whatever the stage, and updated as soon as they are, unless somebody uses
-        their weights.
+        their weights. `final`: whether what is reduced now is final; all ranks ask it for the same units.
+
+        Where shards have replicas, the sum over these comes at the end of the step, and so do the updates.
         """
+        if self.ranks.replicate_size > 1 and self.division.stage:
+            yield
+            return
         reduction, by_index = self.reduction, {unit.index: unit for unit in units}
 
         def reduced(index: int) -> None:
+            if not final():
+                return
             if by_index[index].phase is Phase.RESTING and reduction.present_in(index) and update(by_index[index]):
                 reduction.forget_unit(index)
 

@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-_PRELOAD = ["pytest", "torch", "torch.distributed", "offload", "tests.engine.common", "tests.ranks.harness"]
+_PRELOAD = ["pytest", "torch._dynamo", "torch.distributed", "offload.engine", "offload.parallel.cluster"]
+_PRELOAD += ["swap.engines.threads", "tests.engine.common", "tests.ranks.harness"]
 _ENDS = 10.0  # seconds that ranks get to leave
 _MARK = "OFFLOAD_TEST_RUN"
 

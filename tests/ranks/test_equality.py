@@ -58,7 +58,16 @@ def test_two_ranks(run: Run, pool_of: PoolOf, tmp_path: Path) -> None:
     check(run, pool_of(2), tmp_path)
 
 
-FEWER = {**FACTORS, "activations": ["keep"], "accumulate": ["auto", "reduced"], "micro": [1, 2]}
+FEWER = {
+    **FACTORS,
+    "gradients": ["host", "nvme"],
+    "step": [("barrier", True), ("deferred", True), ("eager", False)],
+    "activations": ["keep"],
+    "numbers": [("fp32", "fp32"), ("bf16", "compact"), ("bf16", "fp32")],
+    "reduce": ["auto", "bf16"],
+    "accumulate": ["auto", "reduced"],
+    "micro": [1, 2],
+}
 
 
 @pytest.mark.parametrize("run", runs_of(pairwise(FEWER, seed=1), world=3, wide=True), ids=str)
@@ -66,7 +75,7 @@ def test_three_ranks_of_a_wide_model(run: Run, pool_of: PoolOf, tmp_path: Path) 
     check(run, pool_of(3), tmp_path)
 
 
-HYBRID = {**FEWER, "stage": [1, 2, 3], "persistent": [0], "parameters": ["host", "nvme"]}
+HYBRID = {**FEWER, "stage": [1, 2, 3], "persistent": [0], "parameters": ["host", "nvme"], "optimizer": ["host", "nvme"]}
 
 
 @pytest.mark.parametrize("run", runs_of(pairwise(HYBRID, seed=2), world=4, shard=2, wide=False), ids=str)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.engine.common import CLIP, Case, Trace, decoder, running, states_of, token_batches
 from tests.ranks.reference import SCALE, Policy, RankReference, digest
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
