@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,16 +25,16 @@ from offload.checkpoint.content import (
     restore_scheduler,
 )
 from offload.checkpoint.directory import (
+    clean_up,
     commit,
     find_checkpoint,
     free_bytes,
     fsync_directory,
     is_complete,
     locked,
-    remove_checkpoint,
     remove_leftovers,
     retain,
-    saved_files,
+    saved_file,
 )
 from offload.checkpoint.errors import (
     CheckpointError,
@@ -42,14 +42,15 @@ from offload.checkpoint.errors import (
     CheckpointSaveError,
     DamagedCheckpointError,
 )
-from offload.checkpoint.export import Exported, carried_from, export_tensors, fits, model_config
+from offload.checkpoint.export import Exported, Tensors, carried_from, export_tensors, fits, model_config
 from offload.checkpoint.format import MANIFEST, decode_state, integer, rank_file, step_name
 from offload.checkpoint.load import Loader, LoadReport, Match, check_match, match_parameters
-from offload.checkpoint.manifest import read_manifest
+from offload.checkpoint.manifest import SavedFile, read_manifest
+from offload.checkpoint.peers import Peers, await_marker, fingerprints, own_values, put_marker
 from offload.checkpoint.reader import Source
 from offload.checkpoint.regions import make_regions
 from offload.checkpoint.save import RankFile, RankSaver, unhook
-from offload.checkpoint.streams import engine_tensors
+from offload.checkpoint.streams import export_together
 from offload.inspection import StateAccess
 from offload.randomness import seed_everything
 from offload.scaler import LossScaler
@@ -132,72 +133,128 @@ class CheckpointAccess(StateAccess):
         """
         self._check("save_checkpoint was called")
         _check_limits(keep, share)
+        self._check_at_rest("save_checkpoint")
         began = time.perf_counter()
         self._end_save(report=False)
         root, step = Path(directory), self._step_count + self._skipped_steps
-        stack = contextlib.ExitStack()
         target = root / step_name(step)
+        peers = Peers(self._cluster)
+        stack = contextlib.ExitStack()
+        saver: RankSaver | None = None
         try:
             with self._lock, stack:
-                self._settle_states()
                 buffers = self._boundary.buffers()
-                described = describe(self, buffers, step=step, world=1, data=data, extra=extra)
-                generation = self._open_directory(root, target, stack)
-                saver = RankSaver(
-                    self._memory,
-                    self._states,
-                    RankFile(directory=target, name=rank_file(0, 1, generation), rank=0, world=1),
-                    buffers=buffers,
-                    rng=self._boundary.rng(),
-                    share=1.0 if wait else share,
-                )
-                if saver.tight and not wait:
+
+                def begin() -> tuple[int, dict[str, int], tuple[int, str] | None]:
+                    self._settle_states()
+                    marks = fingerprints(data, extra, buffers) if peers.world > 1 else {}
+                    opened = self._open_directory(root, target, peers.world, stack) if peers.rank == 0 else None
+                    return step, marks, opened
+
+                def open_file() -> tuple[bool, int]:
+                    nonlocal saver
+                    if marker:
+                        await_marker(target, marker, peers.rank)
+                    saver = RankSaver(
+                        self._memory,
+                        self._states,
+                        RankFile(directory=target, name=name, rank=peers.rank, world=peers.world),
+                        buffers=buffers if peers.rank == 0 else {},
+                        rng=self._boundary.rng(),
+                        share=1.0 if wait else share,
+                        own=own_values(begun[peers.rank][1], begun[0][1], data, extra, buffers) if peers.rank else None,
+                    )
+                    saver.start()
+                    return saver.tight, saver.nbytes
+
+                described = describe(self, buffers, step=step, world=peers.world, data=data, extra=extra)
+                begun = peers.together("begin a checkpoint", begin)
+                peers.same("the number of steps that are to be saved", [steps for steps, _, _ in begun])
+                assert begun[0][2] is not None
+                generation, marker = begun[0][2]
+                name = rank_file(peers.rank, peers.world, generation)
+                opened = peers.together("open the files of a checkpoint", open_file)
+                assert saver is not None
+                if any(tight for tight, _ in opened) and not wait:
                     log.warning(
                         "%s: memory.host has room for one buffer only, so the checkpoint is saved between steps", target
                     )
                     wait = True
-                saver.start()
-                if not wait:
-                    for key, state in self._states.items():
-                        state.before_rewrite = saver.hook(key)
-                held = stack.pop_all()
-
-                def finish() -> None:
-                    with held:
-                        saver.run()
-                        manifest = make_manifest(described, saved_files(target, [saver.target.name]))
-                        commit(target, manifest)
-                        retain(root, keep, keep_every)
-
+                finish = self._finisher(saver, stack.pop_all(), described, keep, keep_every, beside=not wait)
                 if wait:
                     finish()
                 else:
+                    for key, state in self._states.items():
+                        state.before_rewrite = saver.hook(key)
                     self._beside(saver, target, finish)
         except BaseException as error:
             unhook(list(self._states.values()))
+            if saver is not None:
+                saver.discard()
             if isinstance(error, (OSError, BudgetError)) and not isinstance(error, CheckpointError):
                 raise _failed(target, error) from error
             raise
         seconds = time.perf_counter() - began
-        return SavedCheckpoint(path=target, step=step, nbytes=saver.nbytes, seconds=seconds, complete=wait)
+        nbytes = sum(nbytes for _, nbytes in opened)
+        return SavedCheckpoint(path=target, step=step, nbytes=nbytes, seconds=seconds, complete=wait)
 
-    def _open_directory(self, root: Path, target: Path, stack: contextlib.ExitStack) -> int:
-        """Makes and locks the directory; returns the generation of the new files in it."""
+    def _finisher(
+        self,
+        saver: RankSaver,
+        held: contextlib.ExitStack,
+        described: dict[str, Any],
+        keep: int | None,
+        keep_every: int | None,
+        *,
+        beside: bool,
+    ) -> Callable[[], None]:
+        """Writes this rank's file and, once all ranks have, makes the checkpoint complete; then closes `held`."""
+        aside = None if self._cluster is None or not beside else self._cluster.channel("save")
+        peers, target = Peers(self._cluster, aside), saver.target.directory
+
+        def write() -> SavedFile:
+            saver.run()
+            return saved_file(target, saver.target.name, peers.rank, peers.world)
+
+        def finish() -> None:
+            with held:
+                files = peers.together("write a checkpoint", write)
+
+                def complete() -> None:
+                    if peers.rank == 0:
+                        commit(target, make_manifest(described, tuple(files)))
+                        retain(target.parent, keep, keep_every)
+
+                peers.together("complete a checkpoint", complete)
+
+        return finish
+
+    def _check_at_rest(self, action: str) -> None:
+        """Refuses within `train_batch` under the eager schedule: some parameters are a step ahead of the others."""
+        if getattr(self, "_eager", None) is not None:
+            raise CheckpointError(
+                f"{action} within train_batch under the eager schedule, where some parameters are updated already and "
+                "others are not: call it between two calls of train_batch"
+            )
+
+    def _open_directory(self, root: Path, target: Path, world: int, stack: contextlib.ExitStack) -> tuple[int, str]:
+        """Makes and locks the directory; returns the generation of the new files in it, and a marker to look for."""
         root.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(root))
-        stack.callback(_clean_up, target)  # while the directory is still locked
+        stack.callback(clean_up, target)  # while the directory is still locked
         remove_leftovers(root)
         target.mkdir(exist_ok=True)
         fsync_directory(root)
+        marker = put_marker(target) if world > 1 else ""
         if not is_complete(target):
-            return 0
+            return 0, marker
         names = {file.name for file in read_manifest(target).files}
         generation = 1
-        while rank_file(0, 1, generation) in names:
+        while any(rank_file(rank, world, generation) in names for rank in range(world)):
             generation += 1
-        return generation
+        return generation, marker
 
-    def _beside(self, saver: RankSaver, target: Path, finish: Any) -> None:
+    def _beside(self, saver: RankSaver, target: Path, finish: Callable[[], None]) -> None:
         states = list(self._states.values())
 
         def run() -> None:
@@ -205,6 +262,7 @@ class CheckpointAccess(StateAccess):
                 finish()
             except BaseException as error:
                 running.error = error
+                saver.discard()
                 log.error("%s", _failed(target, error))
             finally:
                 unhook(states)
@@ -214,8 +272,9 @@ class CheckpointAccess(StateAccess):
         running.thread.start()
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of the tensor files of a checkpoint of this engine."""
-        tensors = sum(region.nbytes for region in make_regions(self._states, 0, 1))
+        """Bytes of the tensor files of a checkpoint of this engine, those of all ranks."""
+        world = 1 if self._cluster is None else self._cluster.ranks.world
+        tensors = sum(r.nbytes for rank in range(world) for r in make_regions(self._states, rank, world))
         return tensors + sum(buffer.nbytes for buffer in persistent_buffers(self.module).values())
 
     @property
@@ -300,42 +359,52 @@ class CheckpointAccess(StateAccess):
         ):
             if value not in allowed:
                 raise ValueError(f"load_checkpoint: {option} = {value!r}; it is {' or '.join(map(repr, allowed))}")
+        self._check_at_rest("load_checkpoint")
         self._end_save(report=False)
-        directory = find_checkpoint(path)
         options = {"missing": missing, "extra": extra, "reshaped": reshaped}
-        with Source(directory, allocate=self._checkpoint_memory) as source:
-            match = self._match(source)
-            buffers = self._match_buffers(source, match)
-            check_match(match, directory, options)
-            manifest, where = source.manifest, str(directory / MANIFEST)
-            groups = [] if weights_only else restore_groups(self, manifest, where)
-            scheduler = None if weights_only else restore_scheduler(self, manifest, where)
-            counts = [integer(manifest.engine.get(k), f"{where}: engine.{k}") for k in ("steps", "skipped_steps")]
-            data = decode_state(manifest.data, f"{where}: data")
-            extra_state = decode_state(manifest.extra, f"{where}: extra")
+        peers = Peers(self._cluster)
+        with contextlib.ExitStack() as stack:
+            prepared = _Prepared()
+
+            def prepare() -> tuple[int, str]:
+                directory = find_checkpoint(path)
+                source = stack.enter_context(Source(directory, allocate=self._checkpoint_memory))
+                prepared.take(self, source, options, peers, weights_only=weights_only)
+                return source.manifest.step, source.manifest.created
+
+            begun = peers.together("open a checkpoint", prepare)
+            peers.same("the checkpoint to load (its step and when it was made)", begun)
+            source, match = prepared.source, prepared.match
             loader = Loader(source, match.saved, self._step_queue, self._checkpoint_memory, weights_only=weights_only)
-            with self._replacing_everything():
+
+            def load() -> tuple[set[str], set[str]]:
                 loader.load_all(self._states)
-                for name, tensor in buffers:
-                    tensor.copy_(source.read_buffer(name))
+                for name, tensor in prepared.buffers:
+                    own_buffer = prepared.own_buffers.get(name)
+                    tensor.copy_(source.read_buffer(name) if own_buffer is None else own_buffer)
                 for own, name in match.saved.items():
                     if own in self._steps:
-                        self._steps[own] = 0 if weights_only else manifest.parameters[name].steps
+                        self._steps[own] = 0 if weights_only else source.manifest.parameters[name].steps
                 if not weights_only:
-                    self._restore(source, groups, scheduler, counts, where)
-            converted, lossy = loader.converted, loader.lossy
-            del loader  # and its buffers
+                    self._restore(prepared, peers)
+                return loader.converted, loader.lossy
+
+            with self._replacing_everything():
+                loaded = peers.together("load a checkpoint", load)
+                if self._cluster is not None:
+                    self._cluster.updated({unit for unit, _ in self._states})
+                    self._settle_states()
         self._boundary.mark()
         return LoadReport(
-            path=directory,
-            step=manifest.step,
+            path=source.directory,
+            step=source.manifest.step,
             missing=tuple(match.missing),
             extra=tuple(match.extra),
             reshaped=tuple(match.reshaped),
-            converted=tuple(sorted(converted)),
-            lossy=tuple(sorted(lossy)),
-            data=data,
-            extra_state=extra_state,
+            converted=tuple(sorted(set().union(*(converted for converted, _ in loaded)))),
+            lossy=tuple(sorted(set().union(*(lossy for _, lossy in loaded)))),
+            data=prepared.data,
+            extra_state=prepared.extra,
         )
 
     def export_safetensors(
@@ -364,15 +433,18 @@ class CheckpointAccess(StateAccess):
         self._check("export_safetensors was called")
         with self._lock:
             self._settle_states()
-            tensors = engine_tensors(self, dtype)
-            fits(tensors, Path(directory), free_bytes(Path(directory)))
-            return export_tensors(
-                tensors,
-                directory,
-                max_shard_size=max_shard_size,
-                carried=carried_from(carry),
-                config=model_config(self.module, [t.dtype for t in tensors]),
-            )
+
+            def write(tensors: list[Tensors]) -> Exported:
+                fits(tensors, Path(directory), free_bytes(Path(directory)))
+                return export_tensors(
+                    tensors,
+                    directory,
+                    max_shard_size=max_shard_size,
+                    carried=carried_from(carry),
+                    config=model_config(self.module, [t.dtype for t in tensors]),
+                )
+
+            return export_together(self, dtype, write)
 
     def _checkpoint_memory(self, nbytes: int) -> Tensor:
         return self._memory.host(nbytes, torch.uint8, "checkpoint", "a buffer of the checkpoint reader")
@@ -432,33 +504,66 @@ class CheckpointAccess(StateAccess):
     def _end_change(self, *, failed: bool) -> None:
         """The state is whole again, or never will be."""
 
-    def _restore(self, source: Source, groups: Any, scheduler: Any, counts: list[int], where: str) -> None:
+    def _restore(self, prepared: _Prepared, peers: Peers) -> None:
         """Everything but weights, moments and buffers."""
-        if scheduler is not None:
+        where, manifest = prepared.where, prepared.source.manifest
+        if prepared.scheduler is not None:
             try:
-                self.lr_scheduler.load_state_dict(scheduler)
+                self.lr_scheduler.load_state_dict(prepared.scheduler)
             except Exception as error:
                 raise DamagedCheckpointError(f"{where}: the scheduler does not take its state: {error}") from error
-        for group, options in groups:
+        for group, options in prepared.groups:
             if options is not None:
                 group.update(options)
-        restore_scaler(self, source.manifest, where)
-        self._step_count, self._skipped_steps = counts
+        restore_scaler(self, manifest, where)
+        self._step_count, self._skipped_steps = prepared.counts
         if self._step_count:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn otherwise
-        rng = source.rng(0) if source.manifest.world == 1 else None
+        rng = prepared.source.rng(peers.rank) if manifest.world == peers.world else None
         if rng is not None:
             restore_rng(rng, where)
         else:
             # Random states of another number of ranks: a new, defined beginning.
-            seed_everything(self.config.seed, sum(counts), 0)
+            seed_everything(self.config.seed, sum(prepared.counts), peers.rank)
 
 
-def _clean_up(target: Path) -> None:
-    """Removes what a failed save left."""
-    with contextlib.suppress(OSError):
-        if target.is_dir() and not is_complete(target):
-            remove_checkpoint(target)
+class _Prepared:
+    """A checkpoint that has been read as far as it can be checked before anything changes."""
+
+    source: Source
+    match: Match
+    where: str
+    groups: list[tuple[dict[str, Any], Any]]
+    scheduler: dict[str, Any] | None
+    counts: list[int]
+    data: Any
+    extra: Any
+    buffers: list[tuple[str, Tensor]]
+    own_buffers: dict[str, Tensor]
+
+    def take(
+        self, engine: CheckpointAccess, source: Source, options: Mapping[str, str], peers: Peers, *, weights_only: bool
+    ) -> None:
+        """Raises CheckpointError for what does not fit the engine or is damaged."""
+        self.source = source
+        self.match = engine._match(source)
+        self.buffers = engine._match_buffers(source, self.match)
+        check_match(self.match, source.directory, options)
+        manifest, where = source.manifest, str(source.directory / MANIFEST)
+        self.where = where
+        self.groups = [] if weights_only else restore_groups(engine, manifest, where)
+        self.scheduler = None if weights_only else restore_scheduler(engine, manifest, where)
+        self.counts = [integer(manifest.engine.get(k), f"{where}: engine.{k}") for k in ("steps", "skipped_steps")]
+        values = source.own(peers.rank) if manifest.world == peers.world else {}
+        self.data = decode_state(values.get("data", manifest.data), f"{where}: data")
+        self.extra = decode_state(values.get("extra", manifest.extra), f"{where}: extra")
+        self.own_buffers = {}
+        for name, encoded in (values.get("buffers") or {}).items():
+            value, saved = decode_state(encoded, f"{where}: buffer {name!r:.80}"), manifest.buffers.get(name)
+            found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            if saved is None or found != (saved.shape, saved.dtype):
+                raise DamagedCheckpointError(f"{where}: buffer {name!r:.80} of rank {peers.rank} is not what it says")
+            self.own_buffers[name] = value
 
 
 def _check_limits(keep: int | None, share: float) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from offload.checkpoint.errors import CheckpointError, CheckpointSaveError, IncompleteCheckpointError
 from offload.checkpoint.format import MANIFEST, STEP_DIRECTORY, index_file
-from offload.checkpoint.manifest import Manifest, SavedFile, read_index
+from offload.checkpoint.manifest import Manifest, SavedFile, read_index, read_manifest
 from swap.geometry import format_bytes
 
 log = logging.getLogger("offload")
@@ -129,19 +129,22 @@ def saved_files(directory: Path, names: Sequence[str]) -> tuple[SavedFile, ...]:
     Raises:
         CheckpointError: a rank's file or index is missing or belongs to another rank.
     """
-    files = []
-    for rank, name in enumerate(names):
-        index = index_file(name)
-        found = read_index(directory, index)
-        if (found.rank, found.world) != (rank, len(names)):
-            raise CheckpointError(
-                f"{directory / index}: of rank {found.rank} of {found.world}, not {rank} of {len(names)}"
-            )
-        data = (directory / index).read_bytes()
-        size = os.stat(directory / name).st_size
-        digest = hashlib.sha256(data).hexdigest()
-        files.append(SavedFile(name=name, nbytes=size, index=index, index_sha256=digest))
-    return tuple(files)
+    return tuple(saved_file(directory, name, rank, len(names)) for rank, name in enumerate(names))
+
+
+def saved_file(directory: Path, name: str, rank: int, world: int) -> SavedFile:
+    """The manifest's entry for the tensor file of one rank.
+
+    Raises:
+        CheckpointError: its index belongs to another rank.
+    """
+    index = index_file(name)
+    found = read_index(directory, index)
+    if (found.rank, found.world) != (rank, world):
+        raise CheckpointError(f"{directory / index}: of rank {found.rank} of {found.world}, not {rank} of {world}")
+    data = (directory / index).read_bytes()
+    size = os.stat(directory / name).st_size
+    return SavedFile(name=name, nbytes=size, index=index, index_sha256=hashlib.sha256(data).hexdigest())
 
 
 def commit(directory: Path, manifest: Manifest) -> None:
@@ -151,6 +154,17 @@ def commit(directory: Path, manifest: Manifest) -> None:
     fsync_directory(directory.parent)
     named = {MANIFEST, *(f.name for f in manifest.files), *(f.index for f in manifest.files)}
     _remove_ours(directory, keep=named)
+
+
+def clean_up(path: Path) -> None:
+    """Removes what a save that failed has left: all but what the manifest of a complete checkpoint names."""
+    with contextlib.suppress(OSError, CheckpointError):
+        if not is_complete(path):
+            if path.is_dir():
+                remove_checkpoint(path)
+            return
+        files = read_manifest(path).files
+        _remove_ours(path, keep={MANIFEST, *(f.name for f in files), *(f.index for f in files)})
 
 
 def _remove_ours(directory: Path, keep: set[str]) -> None:

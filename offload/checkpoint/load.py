@@ -14,7 +14,7 @@ from offload.checkpoint.errors import CheckpointMismatchError
 from offload.checkpoint.format import stored_planes
 from offload.checkpoint.manifest import SavedParameter
 from offload.checkpoint.reader import Allocate, Source
-from offload.checkpoint.regions import Key, encoding_of, shard_range
+from offload.checkpoint.regions import Key, encoding_of
 from offload.layout import Slot
 from offload.planes import Carver, Completion, Operand, SlotQueue
 from offload.state import FlatState
@@ -112,11 +112,11 @@ class Loader:
         self._allocate = allocate
         self._scratch: dict[str, Tensor] = {}
 
-    def load_all(self, states: Mapping[Key, FlatState], rank: int = 0, world: int = 1) -> None:
-        """Loads the shards of `rank` of all flats."""
+    def load_all(self, states: Mapping[Key, FlatState]) -> None:
+        """Loads what this rank updates of all flats; weights that others update are theirs to give."""
         for key in sorted(states):
             state = states[key]
-            lo, hi = shard_range(state.flat, rank, world)
+            lo, hi = state.division.owned(state.flat)
             end = state.flat.trainable_end
             self._load_range(state, lo, min(hi, end), trained=True)
             self._load_range(state, max(lo, end), hi, trained=False)
@@ -124,8 +124,9 @@ class Loader:
             self.queue.drain()
 
     def _load_range(self, state: FlatState, lo: int, hi: int, *, trained: bool) -> None:
-        for first in range(lo // state.chunk * state.chunk, hi, state.chunk):
-            start, stop = max(lo, first), min(hi, first + state.chunk)
+        # The grid begins where the planes do, so that chunks fall on pages in all of them.
+        for start in range(lo, hi, state.chunk):
+            stop = min(hi, start + state.chunk)
             slots = [s for s in state.flat.slots if s.numel and s.offset < stop and start < s.end]
             wanted = [s for s in slots if s.name in self.names]
             if wanted:

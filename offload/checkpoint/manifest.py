@@ -76,25 +76,27 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """What a tensor file holds, and the random state of the rank that wrote it (encoded)."""
+    """What a tensor file holds, and the random state of the rank that wrote it (encoded). `own`: `data`, `extra` and
+    `buffers` of the rank (encoded) where they differ from rank 0's.
+    """
 
     rank: int
     world: int
     pieces: tuple[Piece, ...]
     rng: Any
+    own: Mapping[str, Any] | None = None
 
     def to_json(self) -> bytes:
         pieces = [[p.key, p.parameter, p.plane, p.offset, p.length, p.crc32] for p in self.pieces]
-        return dump_json(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "rank": self.rank,
-                "world": self.world,
-                "pieces": pieces,
-                "rng": self.rng,
-            }
-        )
+        values = {
+            "format": FORMAT,
+            "version": VERSION,
+            "rank": self.rank,
+            "world": self.world,
+            "pieces": pieces,
+            "rng": self.rng,
+        }
+        return dump_json(values if self.own is None else {**values, "own": self.own})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +267,7 @@ def read_index(directory: Path, file: SavedFile | str) -> Index:
         world=integer(values.get("world"), f"{path}: world", low=1),
         pieces=tuple(_piece(value, f"{path}: pieces[{i}]") for i, value in enumerate(pieces)),
         rng=values.get("rng"),
+        own=_object(values.get("own"), f"{path}: own") or None,
     )
 
 

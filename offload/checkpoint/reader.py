@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,6 +245,10 @@ class Source:
     def rng(self, rank: int) -> Any:
         """The encoded random states of a rank of the saved world."""
         return self.indices[rank].rng
+
+    def own(self, rank: int) -> Mapping[str, Any]:
+        """What a rank of the saved world said in other words than rank 0: encoded `data`, `extra`, `buffers`."""
+        return self.indices[rank].own or {}
 
     def close(self) -> None:
         """Closes the files and gives the buffers up. Idempotent."""

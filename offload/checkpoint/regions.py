@@ -81,8 +81,24 @@ def shard_range(flat: Flat, rank: int, world: int) -> tuple[int, int]:
     """The elements that `rank` of `world` owns, whatever world the flat was padded for: the same blocks as
     `Flat.shard`, less what is beyond the flat's own end.
     """
-    size = ceil_to(flat.padded, world * BLOCK) // world
-    return min(rank * size, flat.padded), min((rank + 1) * size, flat.padded)
+    return _part(0, flat.padded, rank, world)
+
+
+def saved_range(state: FlatState, rank: int, world: int) -> tuple[int, int]:
+    """The elements of a flat that `rank` of `world` writes: of what a shard group divides each replica a part of the
+    rank's shard, of what is whole on every rank a part of everything.
+    """
+    division = state.division
+    if not division.divides(state.flat):
+        return shard_range(state.flat, rank, world)
+    replica, shard = divmod(rank, division.size)
+    lo, hi = division.owned(state.flat, shard)
+    return _part(lo, hi, replica, world // division.size)
+
+
+def _part(lo: int, hi: int, index: int, count: int) -> tuple[int, int]:
+    size = ceil_to(hi - lo, count * BLOCK) // count
+    return min(lo + index * size, hi), min(lo + (index + 1) * size, hi)
 
 
 def make_regions(states: Mapping[Key, FlatState], rank: int, world: int, chunk: int = CHUNK) -> list[Region]:
@@ -91,9 +107,9 @@ def make_regions(states: Mapping[Key, FlatState], rank: int, world: int, chunk: 
     start = 0
     for key in sorted(states):
         state = states[key]
-        lo, hi = shard_range(state.flat, rank, world)
-        for first in range(lo // chunk * chunk, hi, chunk):
-            region = _region(state, key, max(lo, first), min(hi, first + chunk), start)
+        lo, hi = saved_range(state, rank, world)
+        for first in range(lo, hi, chunk):
+            region = _region(state, key, first, min(hi, first + chunk), start)
             if region is not None:
                 regions.append(region)
                 start += region.nbytes
@@ -158,7 +174,7 @@ def _directly(plane: Plane, parts: list[Part], out: Tensor) -> Ticket | None:
     lo = part.slot.offset + part.offset
     hi = lo + part.length
     step = granule([plane.spec])
-    if lo % step or (hi % step and hi != plane.end) or part.at % PAGE:
+    if (lo - plane.base) % step or ((hi - plane.base) % step and hi != plane.end) or part.at % PAGE:
         return None
     return plane.submit_read(lo, hi, out[part.at : part.at + part.nbytes].view(plane.spec.dtype))
 
@@ -169,8 +185,9 @@ def _bring(plane: Plane, lo: int, hi: int, scratch: Tensor) -> tuple[int, Tensor
         step = max(1, plane.spec.group)
         begin = lo // step * step
         return begin, plane.view(begin, hi)
-    step = granule([plane.spec])
-    begin, end = lo // step * step, min(ceil_to(hi, step), plane.end)
+    # Pages of a swap file are counted from where the plane begins.
+    step, base = granule([plane.spec]), plane.base
+    begin, end = base + (lo - base) // step * step, min(base + ceil_to(hi - base, step), plane.end)
     data = scratch[: plane.nbytes(begin, end)].view(plane.spec.dtype)
     plane.read(begin, end, data)
     return begin, data

@@ -117,8 +117,9 @@ class RankSaver:
         buffers: dict[str, Tensor],
         rng: Any,
         share: float = 1.0,
+        own: dict[str, Any] | None = None,
     ) -> None:
-        self._memory, self._states, self.target, self._rng = memory, states, target, rng
+        self._memory, self._states, self.target, self._rng, self._own = memory, states, target, rng, own
         self._small, self._share = buffers, share
         self._held = Buffers(memory, states, target.rank, target.world)
         self.regions = self._held.regions
@@ -306,7 +307,9 @@ class RankSaver:
             )
         self._file.finish()
         self._file = None
-        index = Index(rank=self.target.rank, world=self.target.world, pieces=tuple(pieces), rng=self._rng)
+        index = Index(
+            rank=self.target.rank, world=self.target.world, pieces=tuple(pieces), rng=self._rng, own=self._own
+        )
         write_durably(self.target.directory / index_file(self.target.name), index.to_json())
         return index
 

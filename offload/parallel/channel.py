@@ -211,7 +211,13 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Ends the threads; what was not begun fails. Idempotent. Does not wait long for a peer that does not come."""
+        """Ends the threads; what is not carried out in some seconds fails. Idempotent. Does not wait long for a peer that
+        does not come.
+        """
+        deadline = time.monotonic() + _CLOSE
+        # Other ranks may be waiting for this one's part of what has been submitted.
+        while self._threads and (self._queue or self._current) and self._error is None and time.monotonic() < deadline:
+            time.sleep(0.01)
         with self._changed:
             self._closed = True
             pending = list(self._queue)

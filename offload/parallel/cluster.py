@@ -44,6 +44,7 @@ class Cluster:
         self.ranks, self.division, self._memory = ranks, division, memory
         self._states = states
         self._channels: list[Channel] = []
+        self._further: dict[str, Channel] = {}
         try:
             gathers, reductions, self._votes = (self._open(name) for name in ("gather", "reduce", "vote"))
             self.gathering = Gathering(memory, ranks, gathers)
@@ -53,6 +54,14 @@ class Cluster:
         except BaseException:
             self.close()
             raise
+
+    def channel(self, name: str) -> Channel:
+        """A channel for operations that must not come between those of the others; opened by its first use, which all
+        ranks come to.
+        """
+        if name not in self._further:
+            self._further[name] = self._open(name)
+        return self._further[name]
 
     def _open(self, name: str) -> Channel:
         channel = Channel(name, self.ranks, lambda n, dtype: self._memory.host(n, dtype, "communication"))

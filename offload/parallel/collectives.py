@@ -124,6 +124,26 @@ class Collectives:
             self._exchange(dict.fromkeys(parts, mine), parts, part=1 << 16)
         return everything[:count]
 
+    def collect(self, part: Tensor, lengths: list[int], group: str, category: str) -> Tensor | None:
+        """The parts (1-D host tensors of one dtype, `lengths` elements by place in the group) of everybody, one after
+        the other, on the first rank of the group; None on the others.
+        """
+        members = self._ranks.members(group)
+        self._ranks.counters.add("gather", category, sum(lengths) * part.element_size())
+        if self._ranks.rank != members[0]:
+            self._exchange({members[0]: part} if part.numel() else {}, {})
+            return None
+        whole = torch.empty(sum(lengths), dtype=part.dtype)
+        into, at = {}, 0
+        for rank, length in zip(members, lengths, strict=True):
+            if rank == members[0]:
+                whole[at : at + length].copy_(part)
+            elif length:
+                into[rank] = whole[at : at + length]
+            at += length
+        self._exchange({}, into)
+        return whole
+
     def all_gather_objects(self, value: T, group: str) -> list[T]:
         """Everybody's `value`, small and picklable, in rank order."""
         members = self._ranks.members(group)

@@ -50,13 +50,12 @@ def save_as_ranks(engine: offload.Engine, directory: Path, world: int) -> None:
     )
 
 
-def load_as_ranks(engine: offload.Engine, directory: Path, world: int) -> None:
-    """What `world` ranks would read, each only its shard."""
+def load_whole(engine: offload.Engine, directory: Path) -> None:
+    """What the files of several ranks hold together."""
     with Source(directory) as source:
         names = {name: name for name in source.manifest.parameters}
-        for rank in range(world):
-            loader = Loader(source, names, engine._step_queue, engine._checkpoint_memory, weights_only=False)
-            loader.load_all(engine._states, rank, world)
+        loader = Loader(source, names, engine._step_queue, engine._checkpoint_memory, weights_only=False)
+        loader.load_all(engine._states)
         for name in engine._steps:
             engine._steps[name] = source.manifest.parameters[name].steps
 
@@ -76,7 +75,7 @@ def test_one_two_three_one(tmp_path: Path, model: nn.Module, form: tuple[str, st
         save_as_ranks(engine, tmp_path / "one", 1)
     for before, world, name in (("one", 2, "two"), ("two", 3, "three"), ("three", 1, "again")):
         with running(decoder(wide=True, seed=world), case, tmp_path, **options) as engine:
-            load_as_ranks(engine, tmp_path / before, world)
+            load_whole(engine, tmp_path / before)
             assert_states_equal(states_of(engine), expected)
             save_as_ranks(engine, tmp_path / name, world)
     with running(decoder(wide=True, seed=8), case, tmp_path, **options) as engine:
