@@ -576,6 +576,9 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
             return
         try:
             self._end_save(report=False)
+            if self._cluster is not None and self._status is Status.READY:
+                with contextlib.suppress(Exception):
+                    self._cluster.finish_exchanges()
         finally:
             self._change(Status.CLOSED)
             self._release_everything()

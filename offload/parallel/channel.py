@@ -211,8 +211,8 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Ends the threads; what is not carried out in some seconds fails. Idempotent. Does not wait long for a peer that
-        does not come.
+        """Ends the threads; what is not carried out in some seconds fails. Idempotent. Does not wait long for a peer
+        that does not come.
         """
         deadline = time.monotonic() + _CLOSE
         # Other ranks may be waiting for this one's part of what has been submitted.

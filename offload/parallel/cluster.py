@@ -118,6 +118,12 @@ class Cluster:
         finally:
             reduction.early, reduction.on_reduced = before, None
 
+    def finish_exchanges(self) -> None:
+        """Carries out the updates whose weights other ranks wait for, before the engine closes."""
+        for state in self._states.values():
+            if state.replicating is not None:
+                state.wait_update()
+
     # Small exchanges
 
     def ask(self, what: str, job: Callable[[Collectives], T]) -> T:

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: resumed bit for bit, between world sizes, stages, tiers and formats, and after faults."""
+"""Checkpoints of several ranks: bit for bit, between world sizes, stages, tiers and formats, and after faults."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def straight_and_resumed(folder: str, row: dict[str, Any], half: int) -> None:
     with engine_on(root, row) as engine:
         found = train(engine, 0, half)
         saved = engine.save_checkpoint(root / "ck", data={"rank": rank}, extra={"at": half}, wait=row["wait"])
-        assert saved.step == half and saved.nbytes == engine.checkpoint_bytes() or saved.nbytes > 0
+        assert saved.step == half and saved.nbytes > engine.checkpoint_bytes()
         if not row["wait"]:
             # Beside training: the steps that go on do not reach the snapshot.
             assert train(engine, half, half + 1) == expected[half : half + 1]
