@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offload.parallel.data import share
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -91,17 +93,22 @@ class TextData:
                 f"{eval_fraction}; give at least {needed:,} bytes, or raise the fraction, or set it to 0"
             )
 
-    def train_batch(self, step: int, micro_batch: int) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels``, int64 (batch_size, context), the same values; random by the arguments alone."""
+    def train_batch(self, step: int, micro_batch: int, rank: int = 0, world: int = 1) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels``, int64 (rows, context), the same values; random by ``step`` and ``micro_batch``
+        alone. A rank gets its `offload.parallel.data.share` of the ``batch_size`` rows.
+        """
         # A hash, because neighbouring seeds of one generator are not independent enough to be summed into one number.
         digest = hashlib.sha256(f"{self.seed}/{step}/{micro_batch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         last = self.train_bytes - self.context
         starts = torch.randint(0, last + 1, (self.batch_size,), generator=generator, dtype=torch.int64)
-        return self._batch(starts.tolist())
+        mine = share(self.batch_size, rank, world)
+        return self._batch(starts[mine.start : mine.stop].tolist())
 
-    def eval_batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """``count`` batches of windows spread evenly over the held-out bytes, the same on every call."""
+    def eval_batches(self, count: int, rank: int = 0, world: int = 1) -> Iterator[dict[str, Tensor]]:
+        """``count`` batches of windows spread evenly over the held-out bytes, the same on every call; a rank gets its
+        share of the rows of each.
+        """
         if count < 0:
             raise ValueError(f"the number of evaluation batches must not be negative, got {count}")
         if count and not self.eval_bytes:
@@ -109,7 +116,10 @@ class TextData:
         windows = count * self.batch_size
         last = self.eval_bytes - self.context
         starts = [self.train_bytes + last * window // max(windows - 1, 1) for window in range(windows)]
-        return (self._batch(starts[begin : begin + self.batch_size]) for begin in range(0, windows, self.batch_size))
+        mine = share(self.batch_size, rank, world)
+        return (
+            self._batch(starts[begin + mine.start : begin + mine.stop]) for begin in range(0, windows, self.batch_size)
+        )
 
     def _batch(self, starts: Sequence[int]) -> dict[str, Tensor]:
         rows = np.stack([self._text.read(start, self.context) for start in starts]).astype(np.int64)

@@ -43,7 +43,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self._raising = self._polling = False
+        self._raising = self._polling = self._deferring = False
         self._at = 0.0
         self._previous: dict[int, object] = {}
 
@@ -79,13 +79,16 @@ class Interruption:
             self._raising = False
 
     @contextmanager
-    def polling(self) -> Iterator[None]:
-        """Within `raising`: signals that ask for a checkpoint take effect at the next `check`, not within a step."""
-        before, self._polling = self._polling, True
+    def polling(self, *, everything: bool = False) -> Iterator[None]:
+        """Within `raising`: signals that ask for a checkpoint take effect at the next `check`, not within a step.
+        `everything`: so do all others, for several ranks, which have to end at the same place.
+        """
+        before = self._polling, self._deferring
+        self._polling, self._deferring = True, everything
         try:
             yield
         finally:
-            self._polling = before
+            self._polling, self._deferring = before
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -96,5 +99,5 @@ class Interruption:
                 os._exit(128 + signum)
             return
         self.signum, self._at = signum, now
-        if self._raising and not (self._polling and signum in SAVING):
+        if self._raising and not (self._polling and (self._deferring or signum in SAVING)):
             raise Interrupted(signum)

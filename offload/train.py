@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from offload.config import Config, ConfigError
 from offload.data import TextData
 from offload.interruption import Interrupted, Interruption
 from offload.models import build_model
+from offload.parallel.job import Follower, Job
 from offload.planner.comparison import RunComparison
 from offload.recipe import build_lr_scheduler, build_param_groups, describe_groups
 from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes, peak_rss_bytes
@@ -27,18 +28,20 @@ MOVED = ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes")
 def train(
     config: Config,
     *,
-    run: RunDirectory,
+    run: RunDirectory | Follower,
     progress: Progress,
     interruption: Interruption,
     resume: Path | None = None,
+    job: Job | None = None,
 ) -> dict[str, Any]:
     """Trains as ``config`` says, writes ``run``, and returns the summary that it wrote.
 
-    ``resume``: the checkpoint to continue from. An interruption ends the run in an orderly way, by SIGTERM or SIGUSR1
-    with a checkpoint of the last step boundary, and is named in the summary. Any other exception is raised again once
-    the engine is closed and the summary, which names it, is written.
+    ``resume``: the checkpoint to continue from. ``job``: the ranks that train together, all of which call this; they
+    agree after every step on whether a signal has arrived at any of them. An interruption ends the run in an orderly
+    way, by SIGTERM or SIGUSR1 with a checkpoint of the last step boundary, and is named in the summary. Any other
+    exception is raised again once the engine is closed and the summary, which names it, is written.
     """
-    trainer = _Trainer(config, run, progress, interruption, resume)
+    trainer = _Trainer(config, run, progress, interruption, resume, Job(config) if job is None else job)
     try:
         with interruption.raising():
             trainer.run_all()
@@ -47,6 +50,7 @@ def train(
         if interrupted.saves:
             trainer.save_at_the_end()
     except BaseException as error:
+        trainer.job.failed(error)
         trainer.error = str(error).partition("\n")[0] or type(error).__name__
         raise
     finally:
@@ -65,12 +69,13 @@ class _Trainer:
     def __init__(
         self,
         config: Config,
-        run: RunDirectory,
+        run: RunDirectory | Follower,
         progress: Progress,
         interruption: Interruption,
         resume: Path | None,
+        job: Job,
     ) -> None:
-        self.config, self.recorder = config, run
+        self.config, self.recorder, self.job = config, run, job
         self.progress, self.interruption, self.resume = progress, interruption, resume
         self.checkpoints = RunCheckpoints(config, directory_of(config, run.path), progress.say)
         self.evaluated_at = -1
@@ -81,6 +86,7 @@ class _Trainer:
         self.swap_directory: Path | None = None
         self.memory: dict[str, Any] = {}
         self.moved = dict.fromkeys(MOVED, 0)
+        self.communicated: dict[str, int] = {}
         self.wear: dict[str, dict[str, int | float | None]] = {}
         self.steps = self.tokens = self.skipped_steps = 0
         self.step_seconds, self.started = 0.0, time.perf_counter()
@@ -100,7 +106,7 @@ class _Trainer:
             # Until the first step every wrong value comes from the configuration.
             raise ConfigError(" ".join(str(error).split())) from error
         self.ready = True
-        with self.interruption.polling():
+        with self.interruption.polling(everything=self.job.world > 1):
             if self._evaluation_due(self.steps) and self.evaluated_at != self.steps:
                 self._evaluate(engine)
             for step in range(self.steps, settings.steps):
@@ -111,8 +117,19 @@ class _Trainer:
                 if self.checkpoints.due(done):
                     with self.progress.phase("saving"), self.timers.phase("checkpoint"):
                         self.checkpoints.save(engine, done, self._position(), self._counts())
-                self.interruption.check()
+                self._end_together(engine)
         self.checkpoints.settle(engine)
+
+    def _check(self) -> None:
+        """Raises for a signal in the middle of something; not on several ranks: the others would wait for this one."""
+        if self.job.world == 1:
+            self.interruption.check()
+
+    def _end_together(self, engine: offload.Engine) -> None:
+        """Raises `Interrupted` on all ranks if a signal has arrived at any of them."""
+        found = [signum for signum in engine.all_of("agree on signals", self.interruption.signum) if signum is not None]
+        if found:
+            raise Interrupted(found[0])
 
     def _evaluation_due(self, done: int) -> bool:
         """Whether there is an evaluation after `done` steps."""
@@ -181,11 +198,12 @@ class _Trainer:
         if not config.memory.nvme_paths:
             # The run directory is where the user expects this run's files, and on a real disk more often than /tmp.
             self.swap_directory = self.recorder.path / "swap"
-            self.swap_directory.mkdir(exist_ok=True)
+            self.swap_directory.mkdir(parents=True, exist_ok=True)
             memory = config.memory.model_copy(update={"nvme_paths": (str(self.swap_directory),)})
             config = config.model_copy(update={"memory": memory})
-        with self.progress.phase("predicting"):
-            self.comparison.predict(self.recorder.path / "config.toml", config.memory.nvme_paths)
+        if self.job.world == 1:  # a plan is that of a single process
+            with self.progress.phase("predicting"):
+                self.comparison.predict(self.recorder.path / "config.toml", config.memory.nvme_paths)
         with self.progress.phase("building model"):
             with offload.empty_init():
                 model = build_model(config.model, context=config.data.context)
@@ -215,11 +233,13 @@ class _Trainer:
         count = self.config.train.micro_batches
         start = time.perf_counter()
         lr = engine.optimizer.param_groups[0]["lr"]
-        batches = [self.data.train_batch(step, micro_batch) for micro_batch in range(count)]
-        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        place = self.job.rank, self.job.world
+        batches = [self.data.train_batch(step, micro_batch, *place) for micro_batch in range(count)]
+        tokens = self._rows(count) * self.config.data.context
         waits_for_norm = self.config.optimizer.max_grad_norm is not None or self.config.optimizer.check_finite
-        if count > 1 or not waits_for_norm:
-            # Only in there may units serve all micro-batches at once, or be updated during backward.
+        if count > 1 or not waits_for_norm or self.job.world > 1:
+            # Only in there are losses averaged over ranks, and may units serve all micro-batches at once, or be updated
+            # during backward.
             with self.timers.phase("micro-batches and step"):
                 result = engine.train_batch(batches, self._loss_of)
             mean_loss = float(result.loss or 0.0)
@@ -258,6 +278,7 @@ class _Trainer:
                     "tokens": self.tokens,
                     "seconds": seconds,
                     **moved,
+                    **self._communicated(engine),
                     **self._resources(engine),
                     "nvme_write_bytes_by_path": {
                         path: int(entry["written_bytes"] or 0) - int(worn.get(path, {}).get("written_bytes") or 0)
@@ -279,19 +300,27 @@ class _Trainer:
             return
         losses = []
         with self.progress.phase("evaluating"), self.timers.phase("evaluation"), _evaluation(engine):
-            for batch in self.data.eval_batches(count):
-                self.interruption.check()
-                losses.append(float(engine(**batch).loss))
+            for batch in self.data.eval_batches(count, self.job.rank, self.job.world):
+                self._check()
+                losses.append(float(engine(**batch).loss) * len(batch["input_ids"]))
         self.timers.end_step()
-        self.eval_losses.append(sum(losses) / len(losses))
+        self.eval_losses.append(sum(engine.all_of("sum evaluation losses", sum(losses))) / self._rows(count))
         self.evaluated_at = self.steps
         self.recorder.record({"step": self.steps, "eval_loss": self.eval_losses[-1]})
         self.progress.say(f"held-out loss after {self.steps} steps: {self.eval_losses[-1]:.4f}")
 
-    def _loss_of(self, outputs: Any, _batch: Any) -> torch.Tensor:
-        self.interruption.check()  # a step of many micro-batches may be long
+    def _rows(self, batches: int) -> int:
+        """Windows of that many batches, over all ranks."""
+        return batches * self.config.train.batch_size
+
+    def _loss_of(self, outputs: Any, batch: Any) -> torch.Tensor | tuple[torch.Tensor, int]:
+        self._check()  # a step of many micro-batches may be long
         loss: torch.Tensor = outputs.loss
-        return loss
+        if self.config.train.batch_size % self.job.world == 0:
+            return loss
+        # Ranks have different numbers of windows: their means would weigh these differently.
+        targets = batch["labels"].numel() - len(batch["labels"])
+        return loss * targets, targets
 
     def _resources(self, engine: offload.Engine) -> dict[str, Any]:
         """Bytes in use by tier, resident memory, and with tracing the seconds in which each resource worked so far."""
@@ -301,6 +330,13 @@ class _Trainer:
         if self.config.log.trace:
             found["busy_seconds"] = {track: total.seconds for track, total in engine.spans.totals().items()}
         return found
+
+    def _communicated(self, engine: offload.Engine) -> dict[str, int]:
+        """Bytes through collectives since the last record, by category; nothing on a single rank."""
+        suffix = "_communicated_bytes"
+        now = {name: int(value) for name, value in engine.counters().items() if name.endswith(suffix)}
+        before, self.communicated = self.communicated, now
+        return {name: value - before.get(name, 0) for name, value in now.items()}
 
     def _moved(self, engine: offload.Engine) -> dict[str, int]:
         counters = engine.counters()
@@ -315,13 +351,15 @@ class _Trainer:
                 self.memory = self.engine.memory().to_dict()
                 self.engine.close()
         finally:
-            if self.swap_directory is not None and not any(self.swap_directory.iterdir()):
-                self.swap_directory.rmdir()
+            if self.swap_directory is not None:
+                with suppress(OSError):  # not empty, or another rank was here first
+                    self.swap_directory.rmdir()
 
     def summary(self) -> dict[str, Any]:
         """What the run did. ``seconds`` counts training steps; ``total_seconds`` also set-up and evaluation."""
         return {
             "steps": self.steps,
+            "ranks": self.job.world,
             "skipped_steps": self.skipped_steps,
             "tokens": self.tokens,
             "seconds": self.step_seconds,
@@ -334,6 +372,7 @@ class _Trainer:
             "peak_rss_bytes": peak_rss_bytes(),
             "memory": self.memory,
             **self.moved,
+            **self.communicated,
             "wear": self.wear,
             **self.comparison.summary(),
             "step_seconds_median_by_phase": self.timers.medians(),

@@ -13,6 +13,7 @@ import click
 from offload.cli.failures import USER_ERROR, exit_status, reported
 from offload.config import DEFAULT_FILE, Config, ConfigError, load_config
 from offload.interruption import Interruption
+from offload.parallel.job import Follower, Job
 from offload.telemetry import Progress, RunDirectory, dump_json
 
 
@@ -71,8 +72,29 @@ def _config(arguments: Sequence[str], run_dir: str | None, resume: str | None = 
 
 
 def _train(config: Config, interruption: Interruption, resume: str | None, *, as_json: bool) -> int:
-    stream = sys.stderr if as_json else sys.stdout
-    run = RunDirectory(config.run_dir, resume=resume is not None)
+    try:
+        job = Job(config)
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    try:
+        return _train_together(job, config, interruption, resume, as_json=as_json)
+    except BaseException as error:
+        job.failed(error)
+        raise
+    finally:
+        job.close()
+
+
+def _train_together(job: Job, config: Config, interruption: Interruption, resume: str | None, *, as_json: bool) -> int:
+    stream = job.stream(sys.stderr if as_json else sys.stdout)
+    made: list[RunDirectory] = []
+
+    def open_run() -> str:
+        made.append(RunDirectory(config.run_dir, resume=resume is not None))
+        return str(made[0].path)
+
+    path = job.agree("run directory", open_run)
+    run: RunDirectory | Follower = made[0] if made else Follower(Path(path))
     progress = Progress(total=config.train.steps, stream=stream)
     try:
         run.write_config(config)
@@ -80,8 +102,16 @@ def _train(config: Config, interruption: Interruption, resume: str | None, *, as
             with progress.phase("loading torch"):
                 from offload.checkpoint.run import directory_of, resolve_resume
                 from offload.train import closing_lines, train
-            found = None if resume is None else resolve_resume(resume, directory_of(config, run.path))
-            summary = train(config, run=run, progress=progress, interruption=interruption, resume=found)
+            found = None
+            if resume is not None:
+                at = resume
+
+                def resolve() -> str:
+                    return str(resolve_resume(at, directory_of(config, run.path)) or "")
+
+                where = job.agree("checkpoint to resume", resolve)
+                found = Path(where) if where else None
+            summary = train(config, run=run, progress=progress, interruption=interruption, resume=found, job=job)
     except Exception as error:
         if exit_status(error) == USER_ERROR and run.records == 0:
             run.discard()
@@ -90,6 +120,6 @@ def _train(config: Config, interruption: Interruption, resume: str | None, *, as
         run.close()
     for line in closing_lines(summary, run.path):
         click.echo(line, file=stream)
-    if as_json:
+    if as_json and job.leads:
         click.echo(dump_json(summary))
     return 128 + signal.Signals[summary["interrupted"]] if summary["interrupted"] else 0

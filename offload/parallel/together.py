@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from offload.config import Config
     from offload.parallel.cluster import Cluster
     from offload.schedule.choice import Schedule
+
+T = TypeVar("T")
 
 
 def open_ranks(config: Config) -> Ranks | None:
@@ -92,6 +94,12 @@ class Together(BatchTraining):
     def ranks(self) -> Ranks | None:
         """This process's place among the ranks; None on a single one."""
         return self._blueprint.ranks
+
+    def all_of(self, what: str, value: T) -> list[T]:
+        """`value` of every rank, by rank; picklable and small. Every rank has to come here, in the same order with
+        other exchanges; `what` names the exchange in errors. On a single rank `[value]`.
+        """
+        return [value] if self._cluster is None else self._cluster.all_of(what, value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

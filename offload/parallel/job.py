@@ -1,0 +1,115 @@
+"""The command line on several ranks: who writes, what all agree on, and how a failure of one ends all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from offload.errors import ParallelError
+
+if TYPE_CHECKING:
+    from offload.config import Config
+    from offload.parallel.ranks import Ranks
+
+_RUN = "run"
+_REFUSED = "!"
+
+
+def launched_ranks() -> int:
+    """The number of processes that the launcher started, from its environment; 1 without one."""
+    world = os.environ.get("WORLD_SIZE", "")
+    return int(world) if world.isdigit() else 1
+
+
+class Job:
+    """This process's part in a command that a launcher started on several ranks; alone it is rank 0 of 1.
+
+    Rank 0 writes the run directory and speaks. `close()` when done; does not wait for others.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._ranks: Ranks | None = None
+        if launched_ranks() > 1:
+            from offload.parallel.together import open_ranks
+
+            self._ranks = open_ranks(config)
+        self.rank = 0 if self._ranks is None else self._ranks.rank
+        self.world = 1 if self._ranks is None else self._ranks.world
+        self._timeout = config.parallel.timeout
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def stream(self, wanted: IO[str]) -> IO[str]:
+        """Where this rank writes what people read: `wanted`, or nowhere."""
+        return wanted if self.leads else open(os.devnull, "w", encoding="utf-8")
+
+    def agree(self, key: str, make: Callable[[], str]) -> str:
+        """What `make` gave on rank 0, on every rank. If it raises there, it does so before others go on.
+
+        Raises:
+            ParallelError: rank 0 failed, or did not come within `parallel.timeout`.
+        """
+        if self._ranks is None:
+            return make()
+        if self.leads:
+            try:
+                text = make()
+            except BaseException as error:
+                self.failed(error)
+                self._ranks.publish(f"{_RUN}/{key}", _REFUSED)
+                raise
+            self._ranks.publish(f"{_RUN}/{key}", f"={text}")
+            return text
+        try:
+            self._ranks.store.wait([f"{_RUN}/{key}"], timedelta(seconds=self._timeout))
+            found = bytes(self._ranks.store.get(f"{_RUN}/{key}")).decode()
+        except Exception as error:
+            raise ParallelError(
+                f"rank {self.rank} waited for rank 0's {key}: not there after parallel.timeout = {self._timeout:g} s"
+            ) from error
+        if found == _REFUSED:
+            raise ParallelError(f"rank 0 refused the run: {self._ranks.first_failure() or 'no message'}")
+        return found.removeprefix("=")
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the others of an error that ends this rank, so that they end with its text too."""
+        if self._ranks is not None:
+            self._ranks.report_failure(error)
+
+    def close(self) -> None:
+        """Leaves the process group, if this job has made it. Idempotent."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+
+class Follower:
+    """Stands for the run directory on ranks that write none: the same place, no records."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.records = path, 0
+        path.mkdir(parents=True, exist_ok=True)  # a machine of its own may not have it; swap files lie below
+
+    def write_config(self, config: Config) -> None:
+        """Nothing; rank 0 does."""
+
+    def forget_after(self, step: int) -> None:
+        """Nothing; rank 0 does."""
+
+    def record(self, values: Any) -> None:
+        """Only counts."""
+        self.records += 1
+
+    def write_summary(self, values: Any) -> None:
+        """Nothing; rank 0 does."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def discard(self) -> None:
+        """Nothing was written."""

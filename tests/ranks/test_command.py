@@ -1,0 +1,89 @@
+"""`offload train` under torchrun: one run directory, the same data at any number of ranks, one end for all."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.offload.test_cli import TINY
+from tests.ranks.harness import Ended, Marked, run_torchrun
+
+# Per step two micro-batches of five windows: two ranks have unequal shares.
+SETTINGS = (*TINY, "train.batch_size=5", "train.micro_batches=2", "train.steps=4", "parallel.stage=3")
+
+
+def _train(run: Path, ranks: int, *more: str, **options: Any) -> Ended:
+    arguments = ["-m", "offload", "train", *SETTINGS, *more, "--json", "--run-dir", str(run)]
+    return run_torchrun(arguments, nproc=ranks, **options)
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_reads_the_same_text_at_any_number_of_ranks(tmp_path: Path) -> None:
+    found = {}
+    for ranks in (1, 2):
+        run = tmp_path / f"run{ranks}"
+        ended = _train(run, ranks)
+        assert ended.returncode == 0, ended.stderr
+        assert not ended.left
+        summary = json.loads(ended.stdout)  # of rank 0 only
+        assert summary["ranks"] == ranks and summary["tokens"] == 4 * 2 * 5 * 32
+        assert sorted(entry.name for entry in run.iterdir()) == ["config.toml", "metrics.jsonl", "summary.json"]
+        assert ended.stderr.count("building model ...") == 1
+        found[ranks] = _records(run)
+    for one, two in zip(found[1], found[2], strict=True):
+        assert one["step"] == two["step"]
+        for key in ("loss", "eval_loss", "grad_norm"):
+            # Sums over windows in float32, in another order: a few units in the last place.
+            assert one.get(key) == (None if key not in two else pytest.approx(two[key], rel=1e-5))
+    steps = [record for record in found[2] if "loss" in record]
+    assert all(r["parameters_communicated_bytes"] > 0 and r["gradients_communicated_bytes"] > 0 for r in steps)
+    assert not any("communicated" in key for record in found[1] for key in record)
+
+
+def test_a_signal_at_one_rank_ends_all_after_the_same_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def interrupt(marked: Marked) -> None:
+        deadline = time.monotonic() + 60
+        while not (run / "metrics.jsonl").exists() or len(_records(run)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        marked.processes(ranks=True)[1].send_signal(signal.SIGUSR1)
+
+    more = ("train.steps=100000", "checkpoint.on_signal=false")
+    ended = _train(run, 2, *more, while_running=interrupt)
+    assert ended.returncode != 0 and not ended.left
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["interrupted"] == "SIGUSR1" and summary["error"] is None
+    assert 0 < summary["steps"] < 100000
+
+
+def test_what_one_rank_is_refused_ends_all_with_its_text(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").write_text("{}")
+    ended = _train(run, 2)
+    assert ended.returncode != 0 and not ended.left
+    assert "already holds a run (summary.json)" in ended.stderr
+    assert (run / "summary.json").read_text() == "{}"
+
+
+def test_more_ranks_than_rows_are_refused(tmp_path: Path) -> None:
+    ended = _train(tmp_path / "run", 2, "train.batch_size=1")
+    assert ended.returncode != 0 and not ended.left
+    assert "1 samples in a batch cannot be shared by 2 ranks" in ended.stderr
+
+
+def test_groups_that_do_not_make_up_the_ranks_are_refused(tmp_path: Path) -> None:
+    ended = _train(tmp_path / "run", 2, "parallel.shard_size=3")
+    assert ended.returncode != 0 and not ended.left
+    assert "error: parallel.shard_size = 3" in ended.stderr
+    assert not (tmp_path / "run").exists()
