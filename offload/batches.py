@@ -87,6 +87,7 @@ class BatchTraining(StateAccess):
                     self._change(Status.FAILED)
             raise
         result = self.step()
+        self._updated_early = False
         return StepResult(
             stepped=result.stepped,
             skipped_reason=result.skipped_reason,

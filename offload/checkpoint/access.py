@@ -100,6 +100,7 @@ class CheckpointAccess(StateAccess):
     _skipped_steps: int
     _boundary: Boundary
     _saving: _Running | None = None
+    _updated_early: bool
     _group_order: list[int]
 
     def save_checkpoint(
@@ -133,7 +134,6 @@ class CheckpointAccess(StateAccess):
         """
         self._check("save_checkpoint was called")
         _check_limits(keep, share)
-        self._check_at_rest("save_checkpoint")
         began = time.perf_counter()
         self._end_save(report=False)
         root, step = Path(directory), self._step_count + self._skipped_steps
@@ -146,6 +146,7 @@ class CheckpointAccess(StateAccess):
                 buffers = self._boundary.buffers()
 
                 def begin() -> tuple[int, dict[str, int], tuple[int, str] | None]:
+                    self._check_at_rest("save_checkpoint")
                     self._settle_states()
                     marks = fingerprints(data, extra, buffers) if peers.world > 1 else {}
                     opened = self._open_directory(root, target, peers.world, stack) if peers.rank == 0 else None
@@ -231,7 +232,7 @@ class CheckpointAccess(StateAccess):
 
     def _check_at_rest(self, action: str) -> None:
         """Refuses within `train_batch` under the eager schedule: some parameters are a step ahead of the others."""
-        if getattr(self, "_eager", None) is not None:
+        if self._updated_early:
             raise CheckpointError(
                 f"{action} within train_batch under the eager schedule, where some parameters are updated already and "
                 "others are not: call it between two calls of train_batch"
@@ -359,7 +360,6 @@ class CheckpointAccess(StateAccess):
         ):
             if value not in allowed:
                 raise ValueError(f"load_checkpoint: {option} = {value!r}; it is {' or '.join(map(repr, allowed))}")
-        self._check_at_rest("load_checkpoint")
         self._end_save(report=False)
         options = {"missing": missing, "extra": extra, "reshaped": reshaped}
         peers = Peers(self._cluster)
@@ -367,6 +367,7 @@ class CheckpointAccess(StateAccess):
             prepared = _Prepared()
 
             def prepare() -> tuple[int, str]:
+                self._check_at_rest("load_checkpoint")
                 directory = find_checkpoint(path)
                 source = stack.enter_context(Source(directory, allocate=self._checkpoint_memory))
                 prepared.take(self, source, options, peers, weights_only=weights_only)

@@ -44,8 +44,8 @@ def engine_for(model: nn.Module, case: Case, folder: Path, **options: Any) -> An
     return running(model, case, folder, **options)
 
 
-def train(engine: offload.Engine, first: int, last: int, *, accumulate: int = 1) -> list[tuple[float, float | None]]:
-    """Steps `first` to `last` with dropout on the global generators."""
+def train(engine: offload.Engine, first: int, last: int, *, accumulate: int = 1) -> list[tuple[float, str]]:
+    """Steps `first` to `last` with dropout on the global generators; norms as text, since fp16 may overflow to nan."""
     record = []
     for step in range(first, last):
         total = 0.0
@@ -53,7 +53,7 @@ def train(engine: offload.Engine, first: int, last: int, *, accumulate: int = 1)
             loss = engine(ids, labels=ids).loss
             engine.backward(loss)
             total += float(loss.detach())
-        record.append((total, engine.step().grad_norm))
+        record.append((total, str(engine.step().grad_norm)))
     return record
 
 
