@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from offload.cli.bench_ranks import communication_command, memory_command
 from offload.cli.bench_step import step_command
 
 
@@ -13,6 +14,8 @@ def bench_group() -> None:
 
 
 bench_group.add_command(step_command)
+bench_group.add_command(memory_command)
+bench_group.add_command(communication_command)
 
 
 @bench_group.command("optimizer")
