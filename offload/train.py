@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from offload.parallel.job import Follower, Job
 from offload.planner.comparison import RunComparison
 from offload.recipe import build_lr_scheduler, build_param_groups, describe_groups
 from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes, peak_rss_bytes
+from optimizer_cpu.threads import default_threads
 
 MOVED = ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes")
 
@@ -194,6 +196,10 @@ class _Trainer:
         config = config.model_copy(update={"run_dir": str(self.recorder.path)})
         if config.train.threads != "auto":
             torch.set_num_threads(config.train.threads)
+        elif self.job.world > 1:  # launchers set one thread for every rank, however many cores there are
+            torch.set_num_threads(default_threads())
+            local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+            self.progress.say(f"{self.job.world} ranks, {local} on this machine, {default_threads()} threads each")
         torch.manual_seed(config.seed)
         if not config.memory.nvme_paths:
             # The run directory is where the user expects this run's files, and on a real disk more often than /tmp.
