@@ -180,12 +180,16 @@ class RankSaver:
             self._urgent += 1
         try:
             if not self._fill(number):
-                with self._changed:
-                    while self._stage[number] is not _Stage.FILLED and self.error is None:
-                        self._changed.wait(1.0)
+                self._wait_filled(number)
         finally:
             with self._changed:
                 self._urgent -= 1
+
+    def _wait_filled(self, number: int) -> None:
+        """Waits for whoever fills a region."""
+        with self._changed:
+            while self._stage[number] is not _Stage.FILLED and self.error is None:
+                self._changed.wait(1.0)
 
     def _fill(self, number: int) -> bool:
         """Fills a region if nobody has begun to; whether it did."""
@@ -257,6 +261,8 @@ class RankSaver:
                 if self.error is not None:
                     break
                 self._fill(number)
+            for number in range(len(self.regions)):  # a step may be filling one: the writers have to see it
+                self._wait_filled(number)
             self._end_writers()
             if self.error is not None:
                 raise self.error

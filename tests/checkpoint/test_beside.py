@@ -140,3 +140,26 @@ def test_shares_are_checked(tmp_path: Path) -> None:
     options: dict[str, Any] = {"bandwidth_share": 2.0}
     with pytest.raises(ValueError, match="bandwidth_share"):
         offload.load_config({"checkpoint": options})
+
+
+def test_a_region_that_a_step_fills_last_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver comes to its end while a step is still copying what it is about to change."""
+    real, slow = save.fill, threading.Event()
+
+    def fill(*arguments: Any) -> None:
+        if threading.current_thread().name == "offload-optimizer":
+            slow.set()
+            time.sleep(0.3)
+        real(*arguments)
+
+    monkeypatch.setattr(save, "fill", fill)
+    with running(decoder(wide=True), CASE, tmp_path) as engine:
+        train(engine)
+        expected = states_of(engine)
+        saved = engine.save_checkpoint(tmp_path / "ck", wait=False)
+        train(engine, 1, 3)
+        engine.wait_checkpoint()
+        assert slow.is_set()
+    with running(decoder(wide=True, seed=1), CASE, tmp_path) as engine:
+        engine.load_checkpoint(saved.path)
+        assert_states_equal(states_of(engine), expected)
