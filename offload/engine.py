@@ -613,7 +613,9 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.ranks is not None:
+            self.ranks.report_failure(error)  # before the others notice that this rank does not come
         self.close()
 
     def __del__(self) -> None:
