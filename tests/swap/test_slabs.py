@@ -250,5 +250,5 @@ def test_large_blocks_of_a_power_of_two_do_not_collide_in_the_cache() -> None:
             for one, other in itertools.combinations(planes, 2):
                 pages = range(0, nbytes, PAGE)
                 equal = sum(cache_hash(one.data_ptr() + at) == cache_hash(other.data_ptr() + at) for at in pages)
-                # Without colours all are equal. With them few are, how few depends on the addresses that the kernel gave.
+                # Without colours all are equal; with them few, how few depends on the addresses that the kernel gave.
                 assert equal <= len(pages) // 2, (nbytes, hex(one.data_ptr()), hex(other.data_ptr()))
