@@ -1,6 +1,6 @@
 """What ranks exchange, on top of point-to-point messages.
 
-gloo's own all-gather copies everything once more and is several times slower than messages straight into place; its
+gloo's own all-gather copies everything once more, which messages straight into place do not; its
 reductions put as much on the wire as an all-reduce, and their sums depend on where buckets begin. So a gather here is
 messages into place, and a sum is an all-to-all followed by additions in rank order.
 """
