@@ -107,15 +107,16 @@ def test_bytes_are_those_that_a_run_counts(run: dict[str, Any], tmp_path: Path) 
     batches = [{"input_ids": ids, "labels": ids} for ids in token_batches(run["count"])]
     with offload.initialize(model_of_blocks(), config) as engine:
         seen = []
-        for _ in range(4):
+        for _ in range(10):
             engine.train_batch(batches)
             seen.append(engine.counters())
-        # A step's updates may run beside the next one, so steps are counted from a point in the middle to another.
         engine.synchronize()
-        last = engine.counters()
-        assert last["steps"] == 4
+        assert engine.counters()["steps"] == 10
     for key, expected in (("nvme_read_bytes", total.disk_read), ("nvme_write_bytes", total.disk_write)):
-        measured = seen[2][key] - seen[1][key]
+        # A step's updates run beside the next one, and how far they are when a step returns differs from one to the
+        # other (a drain would not help: it takes away weights that wait for their update, and costs reads). Over
+        # eight steps that difference counts an eighth.
+        measured = (seen[9][key] - seen[1][key]) / 8
         # Now and then a unit that was being loaded gives way, and its weights are read once more.
         again = 0.04 * expected if key == "nvme_read_bytes" else 0.0
         assert 0.98 * expected <= measured <= 1.02 * expected + again, key
