@@ -11,6 +11,7 @@ each other through its flat groups.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -290,10 +291,7 @@ def _whole(parts: Sequence[Tensor], plane: str, lo: int, hi: int) -> Tensor:
 
 
 def _numel(shape: Any) -> int:
-    count = 1
-    for size in shape:
-        count *= int(size)
-    return count
+    return math.prod(int(size) for size in shape)
 
 
 def _tagged(path: Path) -> Path:

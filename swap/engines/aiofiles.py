@@ -23,6 +23,7 @@ from aiofiles.threadpool.binary import AsyncFileIO
 
 from swap.engines.protocol import BounceSource, Request, RequestFile, System
 from swap.engines.queue import RequestQueue
+from swap.engines.queued import QueuedEngine
 from swap.engines.system import transfer
 from swap.engines.threads import join_all
 from swap.engines.watch import Watch
@@ -91,7 +92,7 @@ def _run(future: concurrent.futures.Future[Any], function: Callable[[], Any]) ->
         future.set_result(result)
 
 
-class AiofilesEngine:
+class AiofilesEngine(QueuedEngine):
     """At most ``queue_depth`` requests in flight, each a coroutine on the engine's loop."""
 
     name = "aiofiles"
@@ -99,35 +100,18 @@ class AiofilesEngine:
     def __init__(
         self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "", timeout: float = 0.0
     ) -> None:
-        self._queue = RequestQueue()
-        self._watch = Watch(timeout, owner)
+        super().__init__(owner, timeout)
         self._server = _Server(self._queue, self._watch, system, bounce, queue_depth, owner)
         self._thread = threading.Thread(target=self._server.run, name=f"swap-aiofiles-{owner}", daemon=True)
         self._thread.start()
 
-    def splits(self, file: RequestFile) -> bool:
-        return False
-
-    def add_file(self, file: RequestFile) -> None:
-        pass
-
-    def register(self, address: int, nbytes: int) -> None:
-        pass
-
-    def unregister(self, address: int) -> None:
-        pass
-
     def submit(self, request: Request) -> None:
-        self._queue.push(request)
+        super().submit(request)
         self._server.wake()
-
-    def cancel(self, error: BaseException) -> int:
-        return self._queue.cancel(error)
 
     def close(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
-        self._queue.close()
-        self._watch.close()
+        self._end()
         self._server.wake()
         threads = [self._thread, *self._server.executor.threads, *self._watch.threads]
         return join_all(threads, max(0.0, deadline - time.monotonic()))

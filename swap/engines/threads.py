@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 
-from swap.engines.protocol import BounceSource, Request, RequestFile, System
+from swap.engines.protocol import BounceSource, Request, System
 from swap.engines.queue import RequestQueue
+from swap.engines.queued import QueuedEngine
 from swap.engines.system import transfer
 from swap.engines.watch import Watch
 
 
-class ThreadsEngine:
+class ThreadsEngine(QueuedEngine):
     """``queue_depth`` daemon threads, each serving one request at a time."""
 
     name = "threads"
@@ -19,8 +20,7 @@ class ThreadsEngine:
     def __init__(
         self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "", timeout: float = 0.0
     ) -> None:
-        self._queue = RequestQueue()
-        self._watch = Watch(timeout, owner)
+        super().__init__(owner, timeout)
         # The threads know the queue, not the engine: a forgotten engine can be collected while they sleep.
         arguments = (self._queue, self._watch, system, bounce)
         self._threads = [
@@ -31,31 +31,11 @@ class ThreadsEngine:
             for thread in self._threads:
                 thread.start()
         except BaseException:
-            self._queue.close()
-            self._watch.close()
+            self._end()
             raise
 
-    def splits(self, file: RequestFile) -> bool:
-        return False
-
-    def add_file(self, file: RequestFile) -> None:
-        pass
-
-    def register(self, address: int, nbytes: int) -> None:
-        pass
-
-    def unregister(self, address: int) -> None:
-        pass
-
-    def submit(self, request: Request) -> None:
-        self._queue.push(request)
-
-    def cancel(self, error: BaseException) -> int:
-        return self._queue.cancel(error)
-
     def close(self, timeout: float) -> bool:
-        self._queue.close()
-        self._watch.close()
+        self._end()
         return join_all([*self._threads, *self._watch.threads], timeout)
 
 

@@ -144,7 +144,7 @@ def test_shares_are_checked(tmp_path: Path) -> None:
 
 def test_a_region_that_a_step_fills_last_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The saver comes to its end while a step is still copying what it is about to change."""
-    real, slow = save.fill, threading.Event()
+    real, real_run, slow = save.fill, save.RankSaver.run, threading.Event()
 
     def fill(*arguments: Any) -> None:
         if threading.current_thread().name == "offload-optimizer":
@@ -152,7 +152,12 @@ def test_a_region_that_a_step_fills_last_is_written(tmp_path: Path, monkeypatch:
             time.sleep(0.3)
         real(*arguments)
 
+    def run(saver: save.RankSaver) -> Any:
+        assert slow.wait(60)  # or it might have filled all regions before the step comes
+        return real_run(saver)
+
     monkeypatch.setattr(save, "fill", fill)
+    monkeypatch.setattr(save.RankSaver, "run", run)
     with running(decoder(wide=True), CASE, tmp_path) as engine:
         train(engine)
         expected = states_of(engine)

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.engine.conftest import one_thread  # as the ranks
 from tests.ranks.harness import RankPool, pools
+
+__all__ = ["one_thread", "pool_of"]
 
 
 @pytest.fixture(scope="module")

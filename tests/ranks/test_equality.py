@@ -6,12 +6,11 @@ state, dtypes, and whether micro-batches are summed before or after they are red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.common import TIERS, assert_equal, pairwise, product
 from tests.ranks.harness import RankPool
@@ -35,15 +34,6 @@ FACTORS: dict[str, Any] = {
     "micro": [1, 3],
     "persistent": [0, 200],
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(run: Run, pool: RankPool, folder: Path) -> None:
