@@ -8,7 +8,6 @@ same number, or has failed, it raises an error that names both. The thread that 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from offload.errors import ParallelError
-from offload.parallel.collectives import Allocate, Collectives
+from offload.parallel.collectives import Allocate, Collectives, RankGoneError
 from offload.parallel.ranks import Ranks
 from swap.tickets import fresh
 
@@ -64,7 +63,7 @@ class Pending(Generic[T]):
         if not self._ended.wait(timeout):
             raise TimeoutError(f"{self.what}: not done after {timeout} s")
         if self._error is not None:
-            raise fresh(self._error)
+            raise _anew(self._error)
 
     def result(self) -> T:
         """What the job returned; waits for it."""
@@ -86,8 +85,13 @@ class Channel:
         self._closed = False
         self._collectives = Collectives(ranks, allocate, self._tag)
         self._threads = [
-            threading.Thread(target=target, args=(weakref.ref(self),), name=f"offload-comm-{name}{kind}", daemon=True)
-            for target, kind in ((_work, ""), (_watch, "-watch"))
+            threading.Thread(
+                target=_repeat,
+                args=(weakref.ref(self), self._changed, turn, rests),
+                name=f"offload-comm-{name}{kind}",
+                daemon=True,
+            )
+            for turn, rests, kind in ((Channel.next, Channel._idle, ""), (Channel.look, Channel._open, "-watch"))
         ]
         for thread in self._threads:
             thread.start()
@@ -104,18 +108,18 @@ class Channel:
         pending = Pending(what, job, before)
         with self._changed:
             if self._error is not None:
-                raise fresh(self._error)
+                raise _anew(self._error)
             if self._closed:
                 raise ParallelError(f"{what}: the engine is closed")
             self._queue.append(pending)
             self._changed.notify_all()
         return pending
 
-    def _tag(self, part: int) -> int:
+    def _tag(self, part: int, nbytes: int) -> int:
         """A message's tag: alike on all ranks for one operation, different for others."""
         current = self._current
         what = "" if current is None else current.what
-        return zlib.crc32(f"{self.name} {self._number} {part} {what}".encode()) & 0x7FFFFFFF
+        return zlib.crc32(f"{self.name} {self._number} {part} {nbytes} {what}".encode()) & 0x7FFFFFFF
 
     def fail(self, error: BaseException) -> None:
         """Ends everything with `error`, unless something has failed before."""
@@ -129,14 +133,17 @@ class Channel:
 
     # The thread
 
+    def _open(self) -> bool:
+        return not self._closed and self._error is None
+
+    def _idle(self) -> bool:
+        return self._open() and not self._queue
+
     def next(self) -> bool:
         """Carries out one operation if there is one; False if it is over."""
         with self._changed:
             if not self._queue:
-                if self._closed or self._error is not None:
-                    return False
-                self._changed.wait(_POLL)
-                return True
+                return self._open()
             current = self._current = self._queue.popleft()
             self._number += 1
             self._since = time.monotonic()
@@ -157,33 +164,33 @@ class Channel:
 
     def _named(self, what: str, error: BaseException) -> BaseException:
         """The error that users see: those of messages tell who is missing, others stay what they are."""
-        if isinstance(error, ParallelError) or not isinstance(error, (RuntimeError, ValueError)):
+        if not isinstance(error, RankGoneError):
             return error
-        text = " ".join(str(error).split())
-        gone = "onnection" in text or "imed out" in text or "eer" in text
-        if not gone:
-            return error
-        named = ParallelError(f"{what}: another rank is gone or does not come ({text[:200]}){self._said()}")
+        text, limit = str(error), f"parallel.timeout = {self._ranks.timeout:g} s"
+        rank = self._ranks.report_loss(error.rank)
+        if rank == self._ranks.rank:
+            rank = error.rank
+        late = "imed out" in text
+        missing = f"rank {rank} did not come within {limit}, or with another length" if late else f"rank {rank} is gone"
+        named = ParallelError(f"{what}: {missing} ({text[:200]}){self._said(limit)}")
         named.__cause__ = error.with_traceback(None)
         return named
 
-    def _said(self) -> str:
-        first = None
+    def _said(self, limit: str) -> str:
         for _ in range(10):  # who failed may be about to say so
             first = self._ranks.first_failure()
             if first is not None:
                 return f"; the first failure was on {first}"
             time.sleep(0.1)
-        return f"; no rank has said why (parallel.timeout = {self._ranks.timeout:g} s)"
+        return f"; no rank has said why ({limit})"
 
     # The watch, see [Note: stalls]
 
     def look(self) -> bool:
         """Whether to go on looking; ends what cannot go on."""
         with self._changed:
-            if self._closed or self._error is not None:
+            if not self._open():
                 return False
-            self._changed.wait(_POLL)
             current, number, waited = self._current, self._number, time.monotonic() - self._since
         if current is None or waited < _STALL or self._ranks.closed:
             return True
@@ -232,20 +239,33 @@ class Channel:
         self._threads = []
 
 
-def _work(reference: weakref.ref[Channel]) -> None:
+def _repeat(
+    reference: weakref.ref[Channel],
+    changed: threading.Condition,
+    turn: Callable[[Channel], bool],
+    rests: Callable[[Channel], bool],
+) -> None:
+    """Calls `turn` until it says no, with a sleep before it while the channel `rests`.
+
+    A thread that sleeps holds no channel: one that is forgotten would never go, nor would what it leads to.
+    """
     while True:
+        with changed:
+            channel = reference()
+            wait = channel is not None and rests(channel)
+            del channel
+            if wait:
+                changed.wait(_POLL)
         channel = reference()
-        if channel is None:
+        if channel is None or not turn(channel):
             return
-        with contextlib.suppress(ReferenceError):
-            if not channel.next():
-                return
         del channel
 
 
-def _watch(reference: weakref.ref[Channel]) -> None:
-    while True:
-        channel = reference()
-        if channel is None or not channel.look():
-            return
-        del channel
+def _anew(error: BaseException) -> BaseException:
+    """A stored error to raise now: several may wait for it, and one that is raised collects frames."""
+    if type(error) is not ParallelError:
+        return fresh(error)
+    again = ParallelError(*error.args)
+    again.__cause__ = error.__cause__
+    return again

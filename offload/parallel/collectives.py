@@ -27,29 +27,51 @@ _SUM = 1 << 18
 """Elements that are added at a time, so that the sum stays in the cache."""
 
 
+class RankGoneError(RuntimeError):
+    """`rank` has ended, or did not send or take what belongs to an operation in time; the text is the backend's."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class Collectives:
     """Operations of the groups `shard`, `replicate` and `world`. `allocate` gives host memory for what arrives; `tag`
-    the tag of the n-th message between two ranks of the current operation.
+    the tag of the n-th message, of so many bytes, between two ranks of the current operation.
+
+    The length is in the tag because gloo ends the process when a message is longer than what waits for it, and takes a
+    shorter one for the whole.
     """
 
-    def __init__(self, ranks: Ranks, allocate: Allocate, tag: Callable[[int], int]) -> None:
+    def __init__(self, ranks: Ranks, allocate: Allocate, tag: Callable[[int, int], int]) -> None:
         self._ranks, self._allocate, self._tag = ranks, allocate, tag
 
     # Messages
 
     def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor], part: int = 0) -> None:
-        """Sends and receives 1-D contiguous host tensors, by rank; returns when all is done."""
+        """Sends and receives 1-D contiguous host tensors, by rank; returns when all is done.
+
+        Raises:
+            RankGoneError: a rank is gone or does not come.
+        """
         group = self._ranks.messages
         works = []
-        for rank, tensor in receives.items():
-            for n, piece in enumerate(_pieces(tensor)):
-                works.append(dist.irecv(piece, src=rank, group=group, tag=self._tag(part + n)))
-        for rank, tensor in sends.items():
-            for n, piece in enumerate(_pieces(tensor)):
-                works.append(dist.isend(piece, dst=rank, group=group, tag=self._tag(part + n)))
-        for work in works:
-            if work is not None:
-                work.wait()
+        rank = self._ranks.rank
+        try:
+            for rank, tensor in receives.items():
+                for n, piece in enumerate(_pieces(tensor)):
+                    tag = self._tag(part + n, piece.numel())
+                    works.append((rank, dist.irecv(piece, src=rank, group=group, tag=tag)))
+            for rank, tensor in sends.items():
+                for n, piece in enumerate(_pieces(tensor)):
+                    tag = self._tag(part + n, piece.numel())
+                    works.append((rank, dist.isend(piece, dst=rank, group=group, tag=tag)))
+            for peer, work in works:
+                rank = peer
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise RankGoneError(rank, " ".join(str(error).split())) from error
 
     # Collectives
 

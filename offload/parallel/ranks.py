@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from offload.parallel.counters import Counters
 
 _PREFIX = "offload"
 _FAILURE = "failure"
+_LOST = "lost"
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -34,7 +36,7 @@ def grid(world: int, shard_size: int | None, replicate_size: int | None) -> tupl
         ValueError: the sizes do not make up the number of ranks.
     """
     if shard_size is None:
-        shard_size = world if replicate_size is None else world // replicate_size
+        shard_size = world if replicate_size is None else world // max(replicate_size, 1)
     if replicate_size is None:
         replicate_size = world // max(shard_size, 1)
     if shard_size < 1 or replicate_size < 1 or shard_size * replicate_size != world:
@@ -50,7 +52,13 @@ class Ranks:
 
     `rank` = `replicate_rank` x `shard_size` + `shard_rank`. `local_rank` and `local_world` count processes of this job
     on this machine. `on_device`: whether data goes from device to device (NCCL), not through host memory.
+
+    A process group that `open` has made ends with the last of the `Ranks` that use it. What ranks publish is seen by
+    the same `Ranks` of the others only, the first, second, ... that each has opened: nothing of an engine that is
+    closed is held against a later one.
     """
+
+    _open: ClassVar[weakref.WeakSet[Ranks]] = weakref.WeakSet()
 
     def __init__(
         self, *, shard_size: int | None, replicate_size: int | None, timeout: float, device_kind: str, owned: bool
@@ -71,10 +79,12 @@ class Ranks:
             "replicate": list(range(self.shard_rank, self.world, self.shard_size)),
         }
         self._groups: dict[str, Any] = {}
-        self._store: Any = None
+        common = dist.distributed_c10d.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        self._store: Any = dist.distributed_c10d.PrefixStore(str(common.add(f"opened/{self.rank}", 1)), common)
         self.messages = self._host_group(timeout)
         if self.on_device:
             self._device_groups(timeout)
+        self._open.add(self)
 
     @classmethod
     def open(
@@ -145,9 +155,7 @@ class Ranks:
 
     @property
     def store(self) -> Any:
-        """The job's key-value store."""
-        if self._store is None:
-            self._store = dist.distributed_c10d.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+        """The key-value store of these `Ranks`; None once closed."""
         return self._store
 
     def publish(self, key: str, text: str) -> None:
@@ -169,11 +177,22 @@ class Ranks:
         if self.closed or isinstance(error, ParallelError) or self.first_failure() is not None:
             return
         text = " ".join(str(error).split())
-        self.publish(_FAILURE, f"rank {self.rank}: {type(error).__name__}: {text}")
+        with contextlib.suppress(Exception):  # of several at once, one is the first
+            self.store.compare_set(_FAILURE, "", f"rank {self.rank}: {type(error).__name__}: {text}")
 
     def first_failure(self) -> str | None:
-        """What the rank that failed first has said."""
-        return self.look_up(_FAILURE)
+        """What the rank that failed first has said, here or through other `Ranks` that this process has open."""
+        for ranks in [self, *self._open]:
+            if (said := ranks.look_up(_FAILURE)) is not None:
+                return said
+        return None
+
+    def report_loss(self, rank: int) -> int:
+        """Tells the others that `rank` does not answer. The first one that was missed: who misses it may end too."""
+        try:
+            return int(self.store.compare_set(_LOST, "", str(rank)))
+        except Exception:
+            return rank
 
     def close(self) -> None:
         """Ends what `open` began. Idempotent; does not wait for other ranks."""
@@ -181,6 +200,16 @@ class Ranks:
             return
         self.closed = True
         self._store = None
-        if self._owned and dist.is_initialized():
+        self._open.discard(self)
+        if not dist.is_initialized():
+            return
+        heir = next(iter(self._open), None)
+        if self._owned and heir is None:
+            own = [dist.group.WORLD]
+        else:
+            own = [group for group in (self.messages, *self._groups.values()) if group is not dist.group.WORLD]
+            if heir is not None:
+                heir._owned = heir._owned or self._owned
+        for group in own:
             with contextlib.suppress(Exception):
-                dist.destroy_process_group()
+                dist.destroy_process_group(group)
