@@ -3,7 +3,8 @@
 All ranks submit the same operations to a channel in the same order. An operation's messages carry a tag made of the
 channel, its number and its name, so data of different operations never mix. [Note: stalls] A rank that waits for long
 says in the job's store what it waits in; as soon as it sees that another rank waits in a different operation of the
-same number, or has failed, it raises an error that names both. The thread that is stuck in a message then is a daemon.
+same number, or has failed, it raises an error that names both. The thread that is stuck in a message then stays there
+until the channel is closed, which cuts the connections.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from swap.tickets import fresh
 T = TypeVar("T")
 _POLL = 1.0  # seconds between looks at what keeps an operation
 _STALL = 3.0  # seconds after which an operation may be stuck
-_CLOSE = 5.0  # seconds that `close` waits for the operation under way
+_CLOSE = 5.0  # seconds that `close` waits for what other ranks may be waiting for
+_STUCK = 0.5  # seconds in which an operation that nobody waits for any more may end by itself
 
 
 class Pending(Generic[T]):
@@ -181,6 +183,8 @@ class Channel:
             first = self._ranks.first_failure()
             if first is not None:
                 return f"; the first failure was on {first}"
+            if not self._open():  # nobody asks any more
+                break
             time.sleep(0.1)
         return f"; no rank has said why ({limit})"
 
@@ -219,7 +223,7 @@ class Channel:
 
     def close(self) -> None:
         """Ends the threads; what is not carried out in some seconds fails. Idempotent. Does not wait long for a peer
-        that does not come.
+        that does not come: if a message still waits for one, all messages of these ranks end.
         """
         deadline = time.monotonic() + _CLOSE
         # Other ranks may be waiting for this one's part of what has been submitted.
@@ -232,11 +236,19 @@ class Channel:
             self._changed.notify_all()
         for operation in pending:
             operation.end(ParallelError(f"{operation.what}: the engine is closed"))
-        deadline = time.monotonic() + _CLOSE
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+        threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+        if not _joined(threads, _STUCK) and self._current is not None:
+            self._ranks.cut()
+        _joined(threads, _CLOSE)
         self._threads = []
+
+
+def _joined(threads: list[threading.Thread], seconds: float) -> bool:
+    """Whether all have ended, within some seconds."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _repeat(

@@ -15,13 +15,17 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from offload.errors import ParallelError
 from offload.parallel.counters import Counters
+from offload.parallel.lines import Address, Lines, listening
+from offload.parallel.reach import Reach
 
 _PREFIX = "offload"
 _FAILURE = "failure"
 _LOST = "lost"
+_REACH = 10.0  # seconds in which the store has to answer
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -59,9 +63,18 @@ class Ranks:
     """
 
     _open: ClassVar[weakref.WeakSet[Ranks]] = weakref.WeakSet()
+    _inits: ClassVar[int] = 0
+    _served: ClassVar[Any] = None
 
     def __init__(
-        self, *, shard_size: int | None, replicate_size: int | None, timeout: float, device_kind: str, owned: bool
+        self,
+        *,
+        shard_size: int | None,
+        replicate_size: int | None,
+        timeout: float,
+        device_kind: str,
+        owned: bool,
+        before: set[Address] | None = None,
     ) -> None:
         self.world, self.rank = dist.get_world_size(), dist.get_rank()
         self.local_world = _number(os.environ, "LOCAL_WORLD_SIZE", 1)
@@ -80,8 +93,11 @@ class Ranks:
         }
         self._groups: dict[str, Any] = {}
         common = dist.distributed_c10d.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
-        self._store: Any = dist.distributed_c10d.PrefixStore(str(common.add(f"opened/{self.rank}", 1)), common)
+        own = dist.distributed_c10d.PrefixStore(str(common.add(f"opened/{self.rank}", 1)), common)
+        self._reach = Reach(own, _REACH)
+        before = listening() if before is None else before
         self.messages = self._host_group(timeout)
+        self._lines = Lines.of_group(before, own, self.rank, self.world)
         if self.on_device:
             self._device_groups(timeout)
         self._open.add(self)
@@ -96,7 +112,7 @@ class Ranks:
         Raises:
             ValueError: sizes of groups that do not make up the number of ranks.
         """
-        owned = False
+        owned, before = False, None
         if not (dist.is_available() and dist.is_initialized()):
             world = _number(os.environ, "WORLD_SIZE", 1)
             if world < 2:
@@ -106,7 +122,7 @@ class Ranks:
             if device_kind == "cuda":
                 torch.cuda.set_device(local)
             backend = "cpu:gloo,cuda:nccl" if device_kind == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+            before = cls._init(backend, timedelta(seconds=timeout))
             owned = True
         elif dist.get_world_size() < 2:
             return None
@@ -117,12 +133,30 @@ class Ranks:
                 timeout=timeout,
                 device_kind=device_kind,
                 owned=owned,
+                before=before,
             )
         except BaseException:
             if owned:
                 with contextlib.suppress(Exception):
                     dist.destroy_process_group()
             raise
+
+    @classmethod
+    def _init(cls, backend: str, timeout: timedelta) -> set[Address]:
+        """Makes the default process group from the launcher's environment. Returns where this process listened before.
+
+        Groups made one after the other need keys of their own in the store that they have in common: addresses that the
+        last one has left there are those of connections that are closed.
+        """
+        store, rank, world = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            cls._served = store  # no client of the launcher's but the server, which others use for as long as they run
+        cls._inits += 1
+        before = listening()
+        keys = dist.distributed_c10d.PrefixStore(f"{_PREFIX}/group{cls._inits}", store)
+        dist.init_process_group(backend, store=keys, rank=rank, world_size=world, timeout=timeout)
+        return before
 
     def _host_group(self, timeout: float) -> Any:
         """The group whose messages carry host tensors."""
@@ -155,30 +189,23 @@ class Ranks:
 
     @property
     def store(self) -> Any:
-        """The key-value store of these `Ranks`; None once closed."""
-        return self._store
+        """The key-value store of these `Ranks`, whose calls may wait for long; None once closed."""
+        return self._reach.store
 
     def publish(self, key: str, text: str) -> None:
         """Makes `text` readable to all ranks; silently nothing if the store is gone."""
-        with contextlib.suppress(Exception):
-            self.store.set(key, text)
+        self._reach.call(lambda store: store.set(key, text))
 
     def look_up(self, key: str) -> str | None:
-        """What was published under `key`, if anything was."""
-        try:
-            if not self.store.check([key]):
-                return None
-            return bytes(self.store.get(key)).decode()
-        except Exception:
-            return None
+        """What was published under `key`, if anything was and the store can be reached."""
+        return self._reach.call(lambda store: bytes(store.get(key)).decode() if store.check([key]) else None)
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the others that this rank fails, unless another one has failed before."""
         if self.closed or isinstance(error, ParallelError) or self.first_failure() is not None:
             return
-        text = " ".join(str(error).split())
-        with contextlib.suppress(Exception):  # of several at once, one is the first
-            self.store.compare_set(_FAILURE, "", f"rank {self.rank}: {type(error).__name__}: {text}")
+        said = f"rank {self.rank}: {type(error).__name__}: {' '.join(str(error).split())}"
+        self._reach.call(lambda store: store.compare_set(_FAILURE, "", said))  # of several at once, one is the first
 
     def first_failure(self) -> str | None:
         """What the rank that failed first has said, here or through other `Ranks` that this process has open."""
@@ -189,17 +216,19 @@ class Ranks:
 
     def report_loss(self, rank: int) -> int:
         """Tells the others that `rank` does not answer. The first one that was missed: who misses it may end too."""
-        try:
-            return int(self.store.compare_set(_LOST, "", str(rank)))
-        except Exception:
-            return rank
+        said = self._reach.call(lambda store: int(store.compare_set(_LOST, "", str(rank))))
+        return rank if said is None else said
+
+    def cut(self) -> None:
+        """Ends all messages that wait for other ranks, with an error, here and there."""
+        self._lines.cut()
 
     def close(self) -> None:
         """Ends what `open` began. Idempotent; does not wait for other ranks."""
         if self.closed:
             return
         self.closed = True
-        self._store = None
+        self._reach.close()
         self._open.discard(self)
         if not dist.is_initialized():
             return

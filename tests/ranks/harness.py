@@ -37,6 +37,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = ["pytest", "torch._dynamo", "torch.distributed", "offload.engine", "offload.parallel.cluster"]
 _PRELOAD += ["swap.engines.threads", "tests.engine.common", "tests.ranks.harness"]
+_BEGINS = 90.0  # seconds that ranks get to start
 _ENDS = 10.0  # seconds that ranks get to leave
 _MARK = "OFFLOAD_TEST_RUN"
 
@@ -151,6 +152,12 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        deadline = time.monotonic() + _BEGINS  # not out of the first call's time: the server imports everything first
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self._kill()
+                raise RanksStuckError(f"rank {rank} has not started after {_BEGINS:g} s")
+            pipe.recv()
 
     def _wait(self, ranks: Sequence[int], deadline: float) -> None:
         objects = [x for rank in ranks for x in (self._pipes[rank], self._processes[rank].sentinel)]
@@ -224,11 +231,13 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stacks: str) -> N
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test's process decides
         torch.set_num_threads(1)
+        gc.freeze()  # what is imported stays; collections before and after each call would go through all of it
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
         )  # fmt: skip
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        pipe.send(os.getpid())
         while True:
             try:
                 call = pipe.recv_bytes()

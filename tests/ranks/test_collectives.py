@@ -181,7 +181,7 @@ def test_memory_beside_the_operands_and_counted_payload(pool_of: PoolOf) -> None
 
 def mismatched(counts: list[int]) -> str:
     """Ranks disagree about a length: never an abort, never data of another length."""
-    with ranks_of(timeout=2.0) as ranks, channel_of(ranks) as channel:
+    with ranks_of(timeout=4.0) as ranks, channel_of(ranks) as channel:
         buffer = torch.zeros(counts[ranks.rank])
         with pytest.raises(ParallelError) as caught:
             channel.submit("gather", lambda c: c.all_gather_(buffer, "world", "test")).wait(30)

@@ -25,9 +25,12 @@ def total(offset: int) -> int:
 
 
 def raises_on(rank: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == rank:
+        store.set("raised", "yes")
         raise KeyError("the culprit")
-    time.sleep(0.3)
+    store.wait(["raised"])
+    time.sleep(1.0)
     raise RuntimeError("a consequence")
 
 
@@ -64,12 +67,13 @@ def test_stuck_ranks_are_killed_and_show_their_stacks(pool_of: PoolOf) -> None:
     pool.run(total, 0)
     pids = pool.pids
     with pytest.raises(RanksStuckError, match=r"(?s)rank 0.*in stays.*rank 1.*in stays"):
-        pool.run(stays, timeout=1.0)
+        pool.run(stays, timeout=5.0)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def test_commands_under_torchrun_leave_nothing() -> None:
-    code = "import os, subprocess, sys; subprocess.Popen(['sleep', '60']); print('rank', os.environ['RANK'])"
+    code = "import os, subprocess, sys; subprocess.Popen(['sleep', '60']); "
+    code += "sys.stdout.write(f'rank {os.environ[\"RANK\"]}\\n')"  # in one piece
     ended = run_torchrun(["--no-python", sys.executable, "-c", code], nproc=2)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.split()) == ["0", "1", "rank", "rank"]

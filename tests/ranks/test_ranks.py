@@ -130,7 +130,7 @@ third = opened()
 tell(third, "third")
 third.close()
 assert not dist.is_initialized()
-print("done")
+print("done\\n", end="")  # in one piece: the other rank writes to the same file
 """
 
 
