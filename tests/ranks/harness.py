@@ -252,14 +252,12 @@ def _call(rank: int, world: int, store: Any, call: bytes) -> Outcome:
     try:
         name, function, args, kwargs = pickle.loads(call)
         before = _left_behind()
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore(name, store),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=30),
-        )
+        own = dist.PrefixStore(name, store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         try:
+            if own.add("connected", 1) == world:  # one that fails at once must not look like one that never connected
+                own.set("all connected", "yes")
+            own.wait(["all connected"])
             value = function(*args, **kwargs)
             at = time.monotonic() - began
             pickle.dumps(value)
