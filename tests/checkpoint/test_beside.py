@@ -144,20 +144,35 @@ def test_shares_are_checked(tmp_path: Path) -> None:
 
 def test_a_region_that_a_step_fills_last_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The saver comes to its end while a step is still copying what it is about to change."""
-    real, real_run, slow = save.fill, save.RankSaver.run, threading.Event()
+    real_fill, slow, at_end = save.fill, threading.Event(), threading.Event()
 
     def fill(*arguments: Any) -> None:
         if threading.current_thread().name == "offload-optimizer":
             slow.set()
-            time.sleep(0.3)
-        real(*arguments)
+            assert at_end.wait(60)
+        real_fill(*arguments)
 
-    def run(saver: save.RankSaver) -> Any:
-        assert slow.wait(60)  # or it might have filled all regions before the step comes
-        return real_run(saver)
+    def after(event: threading.Event, real: Any) -> Any:
+        """`real` once the event is there: the saver might fill all regions before the step comes."""
+
+        def call(saver: save.RankSaver, *arguments: Any) -> Any:
+            assert event.wait(60)
+            return real(saver, *arguments)
+
+        return call
+
+    def before(event: threading.Event, real: Any) -> Any:
+        def call(saver: save.RankSaver, *arguments: Any) -> Any:
+            if threading.current_thread().name == "offload-checkpoint":
+                event.set()
+            return real(saver, *arguments)
+
+        return call
 
     monkeypatch.setattr(save, "fill", fill)
-    monkeypatch.setattr(save.RankSaver, "run", run)
+    monkeypatch.setattr(save.RankSaver, "run", after(slow, save.RankSaver.run))
+    for name in ("_wait_filled", "_end_writers"):  # the saver has come to its end, rightly or not
+        monkeypatch.setattr(save.RankSaver, name, before(at_end, getattr(save.RankSaver, name)))
     with running(decoder(wide=True), CASE, tmp_path) as engine:
         train(engine)
         expected = states_of(engine)
