@@ -12,6 +12,8 @@ from types import FrameType, TracebackType
 
 FORCE_AFTER_SECONDS = 0.5
 """Signals closer together than this are one request: a terminal and a supervisor may both send one."""
+LAUNCHED_SECONDS = 10.0
+"""The same under a launcher, which passes on what it gets, and sends SIGTERM to all ranks once one has ended."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVING = (signal.SIGTERM, signal.SIGUSR1)
@@ -33,7 +35,8 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Context that remembers the first signal of `SIGNALS`, and ends the process on a second one.
+    """Context that remembers the first signal of `SIGNALS`, and ends the process on a second one, `apart` seconds later
+    or more.
 
     Within `raising` the first one raises `Interrupted`; within `polling` too, those of `SAVING` wait for `check`. An
     exception raised by a signal handler is lost when the interpreter happens to run a finalizer, so long loops call
@@ -41,8 +44,9 @@ class Interruption:
     Outside the main thread, where handlers cannot be installed, the context does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: float = FORCE_AFTER_SECONDS) -> None:
         self.signum: int | None = None
+        self._apart = apart
         self._raising = self._polling = self._deferring = False
         self._at = 0.0
         self._previous: dict[int, object] = {}
@@ -93,7 +97,7 @@ class Interruption:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signum is not None:
-            if now - self._at >= FORCE_AFTER_SECONDS:
+            if now - self._at >= self._apart:
                 # Swap files have no name in a directory, and a checkpoint without a manifest is none, so even this
                 # leaves nothing that could be mistaken for something else.
                 os._exit(128 + signum)

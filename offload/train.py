@@ -24,6 +24,8 @@ from offload.recipe import build_lr_scheduler, build_param_groups, describe_grou
 from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes, peak_rss_bytes
 from optimizer_cpu.threads import default_threads
 
+POLL_SECONDS = 1.0
+"""How often several ranks ask each other for signals within a step or an evaluation, besides after every step."""
 MOVED = ("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes")
 
 
@@ -39,9 +41,10 @@ def train(
     """Trains as ``config`` says, writes ``run``, and returns the summary that it wrote.
 
     ``resume``: the checkpoint to continue from. ``job``: the ranks that train together, all of which call this; they
-    agree after every step on whether a signal has arrived at any of them. An interruption ends the run in an orderly
-    way, by SIGTERM or SIGUSR1 with a checkpoint of the last step boundary, and is named in the summary. Any other
-    exception is raised again once the engine is closed and the summary, which names it, is written.
+    agree after every step, and about once a second within one, on whether a signal has arrived at any of them. An
+    interruption ends the run in an orderly way, by SIGTERM or SIGUSR1 with a checkpoint of the last step boundary, and
+    is named in the summary. Any other exception is raised again once the engine is closed and the summary, which names
+    it, is written.
     """
     trainer = _Trainer(config, run, progress, interruption, resume, Job(config) if job is None else job)
     try:
@@ -49,6 +52,8 @@ def train(
             trainer.run_all()
     except Interrupted as interrupted:
         trainer.interrupted = interrupted.name
+        if not trainer.ready:
+            trainer.job.failed(interrupted)  # the others are somewhere in their set-up, and would wait for this rank
         if interrupted.saves:
             trainer.save_at_the_end()
     except BaseException as error:
@@ -81,6 +86,7 @@ class _Trainer:
         self.progress, self.interruption, self.resume = progress, interruption, resume
         self.checkpoints = RunCheckpoints(config, directory_of(config, run.path), progress.say)
         self.evaluated_at = -1
+        self._checks, self._check_every, self._checked_at = 0, 1, time.monotonic()
         self.ready = False  # whether there is something that a checkpoint could save
         self.comparison = RunComparison(config, progress.say)
         self.timers = PhaseTimers()
@@ -122,16 +128,26 @@ class _Trainer:
                 self._end_together(engine)
         self.checkpoints.settle(engine)
 
-    def _check(self) -> None:
-        """Raises for a signal in the middle of something; not on several ranks: the others would wait for this one."""
+    def _check(self, engine: offload.Engine) -> None:
+        """Raises for a signal in the middle of something: `Interrupted`, on all ranks."""
         if self.job.world == 1:
             self.interruption.check()
+            return
+        self._checks += 1
+        if self._checks >= self._check_every:
+            self._end_together(engine)
 
     def _end_together(self, engine: offload.Engine) -> None:
         """Raises `Interrupted` on all ranks if a signal has arrived at any of them."""
-        found = [signum for signum in engine.all_of("agree on signals", self.interruption.signum) if signum is not None]
+        now = time.monotonic()
+        seconds = (now - self._checked_at) / max(1, self._checks)
+        self._checked_at, self._checks = now, 0
+        said = engine.all_of("agree on signals", (self.interruption.signum, seconds))
+        found = [signum for signum, _ in said if signum is not None]
         if found:
             raise Interrupted(found[0])
+        # All ranks have to ask at the same places, and short micro-batches should not wait for each other.
+        self._check_every = math.ceil(POLL_SECONDS / max(1e-6, *(seconds for _, seconds in said)))
 
     def _evaluation_due(self, done: int) -> bool:
         """Whether there is an evaluation after `done` steps."""
@@ -247,7 +263,7 @@ class _Trainer:
             # Only in there are losses averaged over ranks, and may units serve all micro-batches at once, or be updated
             # during backward.
             with self.timers.phase("micro-batches and step"):
-                result = engine.train_batch(batches, self._loss_of)
+                result = engine.train_batch(batches, lambda outputs, batch: self._loss_of(engine, outputs, batch))
             mean_loss = float(result.loss or 0.0)
         else:
             with self.timers.phase("forward"):
@@ -307,7 +323,7 @@ class _Trainer:
         losses = []
         with self.progress.phase("evaluating"), self.timers.phase("evaluation"), _evaluation(engine):
             for batch in self.data.eval_batches(count, self.job.rank, self.job.world):
-                self._check()
+                self._check(engine)
                 losses.append(float(engine(**batch).loss) * len(batch["input_ids"]))
         self.timers.end_step()
         self.eval_losses.append(sum(engine.all_of("sum evaluation losses", sum(losses))) / self._rows(count))
@@ -319,8 +335,8 @@ class _Trainer:
         """Windows of that many batches, over all ranks."""
         return batches * self.config.train.batch_size
 
-    def _loss_of(self, outputs: Any, batch: Any) -> torch.Tensor | tuple[torch.Tensor, int]:
-        self._check()  # a step of many micro-batches may be long
+    def _loss_of(self, engine: offload.Engine, outputs: Any, batch: Any) -> torch.Tensor | tuple[torch.Tensor, int]:
+        self._check(engine)  # a step of many micro-batches may be long
         loss: torch.Tensor = outputs.loss
         if self.config.train.batch_size % self.job.world == 0:
             return loss

@@ -226,11 +226,16 @@ class Source:
                 self._load(piece, out[piece.offset : piece.end], f"buffer {name}")
         return out.view(saved.shape)
 
-    def verify(self, progress: Callable[[int], None] | None = None) -> int:
-        """Reads everything and compares every checksum; returns the bytes read."""
+    def verify(self, progress: Callable[[int], None] | None = None, *, rank: int | None = None) -> int:
+        """Reads everything, or what `rank` has saved, and compares every checksum; returns the bytes read."""
         total = 0
         order = sorted(
-            ((p, f"{name} {plane}") for (name, plane), ps in self._pieces.items() for p in ps),
+            (
+                (p, f"{name} {plane}")
+                for (name, plane), ps in self._pieces.items()
+                for p in ps
+                if rank is None or p.file == rank
+            ),
             key=lambda item: (item[0].file, item[0].start),
         )
         buffer = torch.empty(max((p.nbytes for p, _ in order), default=0), dtype=torch.uint8)

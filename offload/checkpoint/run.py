@@ -6,9 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.directory import complete_checkpoints, find_checkpoint, free_bytes
-from offload.checkpoint.errors import CheckpointError, CheckpointSaveError, IncompleteCheckpointError
+from offload.checkpoint.directory import complete_checkpoints, find_checkpoint, free_bytes, remove_checkpoint
+from offload.checkpoint.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
 from offload.checkpoint.load import LoadReport
+from offload.checkpoint.peers import Peers
 from offload.checkpoint.reader import Source
 from offload.config import Config, ConfigError
 from swap.geometry import format_bytes
@@ -86,12 +92,22 @@ class RunCheckpoints:
             )
 
     def dry_run(self, engine: Engine, position: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        """Writes a checkpoint before the first step and reads every byte of it back. What fails here is raised."""
+        """Writes a checkpoint before the first step and reads every byte of it back, each rank its own. What fails is
+        raised, on all ranks, and leaves no checkpoint.
+        """
         saved = self._save(engine, position, extra, wait=True)
-        if engine.ranks is not None and engine.ranks.rank:
-            return  # rank 0 reads all files
-        with Source(saved) as source:
-            nbytes = source.verify()
+        peers = Peers(engine._cluster)
+
+        def verify() -> int:
+            with Source(saved) as source:
+                return source.verify(rank=peers.rank)
+
+        try:
+            nbytes = sum(peers.together("verify the first checkpoint", verify))
+        except DamagedCheckpointError as error:
+            if peers.rank == 0:
+                remove_checkpoint(saved)
+            raise CheckpointSaveError(f"checkpoint.dry_run: not what was written comes back: {error}") from error
         self._say(f"checkpoint.dry_run: {saved} written and verified, {format_bytes(nbytes)}")
 
     def due(self, step: int) -> bool:

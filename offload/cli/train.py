@@ -12,8 +12,8 @@ import click
 
 from offload.cli.failures import USER_ERROR, exit_status, reported
 from offload.config import DEFAULT_FILE, Config, ConfigError, load_config
-from offload.interruption import Interruption
-from offload.parallel.job import Follower, Job
+from offload.interruption import FORCE_AFTER_SECONDS, LAUNCHED_SECONDS, Interruption
+from offload.parallel.job import Follower, Job, launched_ranks
 from offload.telemetry import Progress, RunDirectory, dump_json
 
 
@@ -33,9 +33,11 @@ def train_command(
 
     With --resume auto the same command can be repeated until the run is done; without --run-dir it continues the run
     below runs/ that saved last, and without CONFIG as that run was configured. SIGTERM and SIGUSR1 save a checkpoint
-    and end the run with status 143 or 138; a second signal ends it at once.
+    and end the run with status 143 or 138; a second signal ends it at once. Under torchrun a signal to any rank ends
+    all of them so.
     """
-    with reported(debug=debug), Interruption() as interruption:
+    apart = FORCE_AFTER_SECONDS if launched_ranks() == 1 else LAUNCHED_SECONDS
+    with reported(debug=debug), Interruption(apart) as interruption:
         config = _config(arguments, run_dir, resume)
         if resume == "auto" and config.run_dir is None and config.checkpoint.directory is None:
             from offload.checkpoint.run import newest_run
@@ -122,4 +124,6 @@ def _train_together(job: Job, config: Config, interruption: Interruption, resume
         click.echo(line, file=stream)
     if as_json and job.leads:
         click.echo(dump_json(summary))
+    if summary["interrupted"]:
+        job.leave_together()
     return 128 + signal.Signals[summary["interrupted"]] if summary["interrupted"] else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from offload.config import Config
     from offload.parallel.ranks import Ranks
 
-_RUN = "run"
+_RUN, _LEFT = "run", "left"
 _REFUSED = "!"
+LEAVING = 20.0
+"""Seconds that an interrupted rank waits for slower ones at its end."""
 
 
 def launched_ranks() -> int:
@@ -81,6 +84,17 @@ class Job:
         """Tells the others of an error that ends this rank, so that they end with its text too."""
         if self._ranks is not None:
             self._ranks.report_failure(error)
+
+    def leave_together(self) -> None:
+        """Waits, `LEAVING` seconds at most, until every rank has come here: a launcher kills all others as soon as one
+        has ended with a status that is not 0, and they may still be writing.
+        """
+        if self._ranks is None:
+            return
+        self._ranks.publish(f"{_LEFT}/{self.rank}", "1")
+        with suppress(Exception):  # the store may go with the rank that leaves first
+            keys = [f"{_LEFT}/{rank}" for rank in range(self.world)]
+            self._ranks.store.wait(keys, timedelta(seconds=min(LEAVING, self._timeout)))
 
     def close(self) -> None:
         """Leaves the process group, if this job has made it. Idempotent."""

@@ -90,8 +90,11 @@ class MicroBatches:
         return any(count is not None for count in self._tokens.values())
 
     def sums(self) -> tuple[float, int]:
-        """(sum of losses, number of target tokens) where they are counted."""
-        return sum(self._losses[k] for k in range(len(self._batches))), sum(n or 0 for n in self._tokens.values())
+        """(sum of losses, number of target tokens) where they are counted, as far as they are known: the loss of a
+        micro-batch is read after its backward.
+        """
+        losses = sum(self._losses.get(k, 0.0) for k in range(len(self._batches)))
+        return losses, sum(n or 0 for n in self._tokens.values())
 
     def result(self) -> tuple[float, int]:
         """(mean loss, 1) or, with token counts, (mean loss over all tokens, their number)."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import offload
-from offload.checkpoint import complete_checkpoints
+from offload.checkpoint import complete_checkpoints, tensorfile
 from offload.cli import main
+from tests.forked import Command
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "model.hidden_size=32",
     "model.layers=2",
@@ -43,17 +43,13 @@ TINY = (
 )
 
 
-def start(cwd: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-    command = [sys.executable, "-m", "offload", "train", *TINY, *arguments]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(cwd: Path, *arguments: str) -> Command:
+    return Command(cwd, ["train", *TINY, *arguments])
 
 
 def run(cwd: Path, *arguments: str, status: int = 0) -> str:
     process = start(cwd, *arguments)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate()
     assert process.returncode == status, (out, err)
     return out + err
 
@@ -78,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[dict[
     yield records(cwd / "run"), tensors(cwd / "run")
 
 
-def wait_for_step(directory: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(directory: Path, count: int, process: Command) -> None:
     while process.poll() is None:
         path = directory / "metrics.jsonl"
         if path.exists() and len(path.read_text().splitlines()) >= count:
@@ -174,29 +170,21 @@ def test_killed_at_fifty_random_moments(tmp_path: Path, whole: Whole) -> None:
         assert tensors(cwd / "run") == whole[1]
 
 
-def test_a_run_whose_saves_fail_goes_on(tmp_path: Path, whole: Whole) -> None:
-    code = (
-        "import errno, os, sys\n"
-        "from offload.checkpoint import tensorfile\n"
-        "real, calls = tensorfile.write_all, []\n"
-        "def write_all(fd, data, offset):\n"
-        "    calls.append(offset)\n"
-        "    if 2 <= len(calls) <= 3: raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
-        "    return real(fd, data, offset)\n"
-        "tensorfile.write_all = write_all\n"
-        "from offload.cli import main\n"
-        "main(sys.argv[1:])\n"
-    )
-    arguments = ["train", *TINY, "--run-dir", "run", "checkpoint.interval=3"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_run_whose_saves_fail_goes_on(
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real, calls = tensorfile.write_all, []
+
+    def write_all(*arguments: Any) -> None:
+        calls.append(arguments)
+        if 2 <= len(calls) <= 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*arguments)
+
+    monkeypatch.setattr(tensorfile, "write_all", write_all)
+    done = CliRunner().invoke(main, ["train", *TINY, "--run-dir", "run", "checkpoint.interval=3"])
+    assert done.exit_code == 0, done.stderr
     assert "No space left on device" in done.stdout and "older checkpoints are as they were" in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["failed_checkpoints"] >= 1 and summary["checkpoint"].endswith("step-00000012")

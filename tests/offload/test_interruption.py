@@ -45,8 +45,7 @@ def test_a_later_second_signal_ends_the_process() -> None:
     code = (
         "import signal, time\n"
         "from offload import interruption\n"
-        "interruption.FORCE_AFTER_SECONDS = 0.0\n"
-        "with interruption.Interruption():\n"
+        "with interruption.Interruption(apart=0.0):\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print('still here')\n"

@@ -8,11 +8,9 @@ of a store that lives in the test's process, as a launcher's does). What a rank 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -34,9 +32,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from tests.forked import end_with_parent, forking
+
 ROOT = Path(__file__).resolve().parents[2]
-_PRELOAD = ["pytest", "torch._dynamo", "torch.distributed", "offload.engine", "offload.parallel.cluster"]
-_PRELOAD += ["swap.engines.threads", "tests.engine.common", "tests.ranks.harness"]
 _BEGINS = 90.0  # seconds that ranks get to start
 _ENDS = 10.0  # seconds that ranks get to leave
 _MARK = "OFFLOAD_TEST_RUN"
@@ -138,8 +136,7 @@ class RankPool:
         return outcomes
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = forking()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -225,8 +222,8 @@ class RankPool:
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection, stacks: str) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not longer than the test
+    end_with_parent()
+    gc.freeze()  # what the server imported: each call collects twice
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test's process decides

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.offload.test_cli import TINY
-from tests.ranks.harness import Ended, Marked, run_torchrun
+from tests.ranks.harness import Ended, RankPool, run_torchrun
+from tests.ranks.training import trained_by_command as trained
+
+PoolOf = Callable[[int], RankPool]
 
 # Per step two micro-batches of five windows: two ranks have unequal shares.
 SETTINGS = (*TINY, "train.batch_size=5", "train.micro_batches=2", "train.steps=4", "parallel.stage=3")
@@ -48,24 +50,6 @@ def test_a_run_reads_the_same_text_at_any_number_of_ranks(tmp_path: Path) -> Non
     assert not any("communicated" in key for record in found[1] for key in record)
 
 
-def test_a_signal_at_one_rank_ends_all_after_the_same_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-
-    def interrupt(marked: Marked) -> None:
-        deadline = time.monotonic() + 60
-        while not (run / "metrics.jsonl").exists() or len(_records(run)) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        marked.processes(ranks=True)[1].send_signal(signal.SIGUSR1)
-
-    more = ("train.steps=100000", "checkpoint.on_signal=false")
-    ended = _train(run, 2, *more, while_running=interrupt)
-    assert ended.returncode != 0 and not ended.left
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["interrupted"] == "SIGUSR1" and summary["error"] is None
-    assert 0 < summary["steps"] < 100000
-
-
 def test_what_one_rank_is_refused_ends_all_with_its_text(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -76,14 +60,16 @@ def test_what_one_rank_is_refused_ends_all_with_its_text(tmp_path: Path) -> None
     assert (run / "summary.json").read_text() == "{}"
 
 
-def test_more_ranks_than_rows_are_refused(tmp_path: Path) -> None:
-    ended = _train(tmp_path / "run", 2, "train.batch_size=1")
-    assert ended.returncode != 0 and not ended.left
-    assert "1 samples in a batch cannot be shared by 2 ranks" in ended.stderr
-
-
-def test_groups_that_do_not_make_up_the_ranks_are_refused(tmp_path: Path) -> None:
-    ended = _train(tmp_path / "run", 2, "parallel.shard_size=3")
-    assert ended.returncode != 0 and not ended.left
-    assert "error: parallel.shard_size = 3" in ended.stderr
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.batch_size=1", "1 samples in a batch cannot be shared by 2 ranks"),
+        ("parallel.shard_size=3", "error: parallel.shard_size = 3"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_ranks_are_refused(pool_of: PoolOf, tmp_path: Path, setting: str, said: str) -> None:
+    run = tmp_path / "run"
+    ended = pool_of(2).run(trained, run, [*SETTINGS, setting])
+    assert [status for status, _ in ended] == [2, 2], ended
+    assert all(said in text for _, text in ended), ended
+    assert not run.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch import Tensor, nn
 
+from offload.cli import main
 from tests.engine.common import CLIP, Case, Trace, decoder, running, states_of, token_batches
 from tests.ranks.reference import SCALE, Policy, RankReference, digest
 
@@ -176,3 +179,10 @@ def runs_of(rows: Sequence[dict[str, Any]], **fixed: Any) -> list[Run]:
         run = Run(schedule=schedule, clip=clip, **values)
         found[str(run)] = run
     return list(found.values())
+
+
+def trained_by_command(run: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """(exit status, what was said) of `offload train`, in this process, which is one of several ranks."""
+    result = CliRunner().invoke(main, ["train", *arguments, "--run-dir", str(run)])
+    trace = "" if result.exc_info is None else "".join(traceback.format_exception(*result.exc_info))
+    return result.exit_code, result.output + trace
