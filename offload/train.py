@@ -18,6 +18,7 @@ from offload.config import Config, ConfigError
 from offload.data import TextData
 from offload.interruption import Interrupted, Interruption
 from offload.models import build_model
+from offload.parallel.data import share
 from offload.parallel.job import Follower, Job
 from offload.planner.comparison import RunComparison
 from offload.recipe import build_lr_scheduler, build_param_groups, describe_groups
@@ -209,6 +210,7 @@ class _Trainer:
                 config.seed,
                 eval_fraction=config.data.eval_fraction,
             )
+        share(config.train.batch_size, self.job.rank, self.job.world)  # refused before anything is built
         config = config.model_copy(update={"run_dir": str(self.recorder.path)})
         if config.train.threads != "auto":
             torch.set_num_threads(config.train.threads)

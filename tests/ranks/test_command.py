@@ -72,4 +72,4 @@ def test_sizes_that_do_not_fit_the_ranks_are_refused(pool_of: PoolOf, tmp_path: 
     ended = pool_of(2).run(trained, run, [*SETTINGS, setting])
     assert [status for status, _ in ended] == [2, 2], ended
     assert all(said in text for _, text in ended), ended
-    assert not run.exists()
+    assert not (run / "metrics.jsonl").exists()
