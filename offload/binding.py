@@ -59,11 +59,12 @@ class _GraphTask:
 class _Frame:
     """One forward of a root (`units` tells roots apart) and what it has to give back."""
 
-    __slots__ = ("acquired", "call", "foreign", "hooks", "units", "use", "visit")
+    __slots__ = ("acquired", "again", "call", "foreign", "hooks", "units", "use", "visit")
 
     def __init__(self, units: Sequence[Unit], call: FrameType | None) -> None:
         self.units, self.call = units, call
         self.acquired: list[Unit] = []
+        self.again = False  # whether a backward is to follow
         self.hooks: saved_tensors_hooks | None = None
         self.foreign = False  # whether hooks of the user lie below ours
         self.use: Use | None = None
@@ -246,6 +247,9 @@ class Binding:
         if self.visitor is not None:
             self.visitor.leased(units)
         # Also where gradients are off: the forward may switch them on for a part of itself.
+        if not in_backward and self._residency.gather is not None:
+            # Reentrant checkpointing runs a forward without gradients, and in the backward once more.
+            frame.again = torch.is_grad_enabled() or bool(distinct_tensors((args, kwargs)))
         again = activity.again
         if again is not None and again.root is root:
             activity.again = None
@@ -327,7 +331,7 @@ class Binding:
     def _release_frame(self, frame: _Frame) -> None:
         with contextlib.ExitStack() as stack:
             for unit in frame.acquired:
-                stack.callback(self._residency.release, unit, frame)
+                stack.callback(self._residency.release, unit, frame, again=frame.again)
             frame.acquired = []
 
     def _leave_dead_frames(self, activity: _Activity, top: FrameType | None) -> None:
@@ -438,6 +442,7 @@ class Binding:
                     continue
                 uses = task.leases[unit.index][1]
                 uses.discard(use)
+                self._residency.used_again(unit)
                 if uses <= {task}:  # the task itself stands for what was unpacked out of turn
                     del task.leases[unit.index]
                     self._residency.release(unit, task)
@@ -460,11 +465,14 @@ class Binding:
     def _release_task(self, task: _GraphTask) -> None:
         self._spans.end(task)
         while task.leases:
-            _, (unit, _uses) = task.leases.popitem()
+            _, (unit, uses) = task.leases.popitem()
+            self._residency.used_again(unit, len(uses - {task}))
             self._residency.release(unit, task)
             if self.on_unit_backward is not None:
                 self.on_unit_backward(unit)
         self._drop_prefetched()
+        if self.visitor is None:
+            self._residency.let_go()
 
     def _drop_prefetched(self) -> None:
         if self.visitor is None:  # else another micro-batch is about to use it
@@ -563,6 +571,7 @@ class Binding:
             while self._held:
                 self._residency.release(self._held.pop(), self)
             self._residency.drop_prefetched()
+            self._residency.let_go()
         self._residency.settle()
 
     def weights_changed(self, records: Iterable[ParameterRecord], *, in_place: bool = False) -> None:

@@ -22,6 +22,7 @@ from offload.initialization import Creator, InitFn, materialise
 from offload.layout import WHOLE, Division, ParameterSpec, UnitLayout, layout_unit
 from offload.machine import free_disk, host_memory, return_freed_memory
 from offload.optimizer import default_groups
+from offload.parallel.kept import after_forward, check_limit
 from offload.parallel.ranks import Ranks
 from offload.parallel.replicas import hash_parameters
 from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecord
@@ -71,6 +72,7 @@ class Blueprint:
     ranks: Ranks | None = None
     division: Division = WHOLE
     wire: torch.dtype | None = None
+    kept: bool | int = True
     hashes: dict[str, int] = field(default_factory=dict)
     """Of first values, by unit, on several ranks."""
 
@@ -220,7 +222,10 @@ def _draw_up(
         prefetch = 1 if config.schedule.prefetch_units == "auto" else config.schedule.prefetch_units
         accumulate = DTYPES[config.precision.accumulate_dtype]
         _warn_large_units(layouts, limits)
-        request = placement_request(config, specs, device, prefetch, division, wire)
+        kept = kept_weights(config, division)
+        if config.parallel.limit_gathers != "auto":
+            check_limit(config.parallel.limit_gathers, layouts, division)
+        request = placement_request(config, specs, device, prefetch, division, wire, kept)
         plan = make_plan(layouts, fmt, accumulate, request, limits)
     except BaseException:
         device.close()
@@ -243,7 +248,14 @@ def _draw_up(
         ranks=ranks,
         division=division,
         wire=wire,
+        kept=kept,
     )
+
+
+def kept_weights(config: Config, division: Division) -> bool | int:
+    """What stays of gathered weights between forward and backward; True (nothing) where none are gathered."""
+    gathers = division.stage >= 3 and division.size > 1
+    return after_forward(config.parallel.reshard_after_forward, division.size) if gathers else True
 
 
 def divide(config: Config, ranks: Ranks | None) -> tuple[Division, torch.dtype | None]:
@@ -335,6 +347,7 @@ def placement_request(
     prefetch: int,
     division: Division = WHOLE,
     wire: torch.dtype | None = None,
+    kept: bool | int = True,
 ) -> Request:
     placement = config.placement
     return Request(
@@ -353,6 +366,7 @@ def placement_request(
         checksum=config.swap.checksum,
         division=division,
         wire=wire,
+        kept=kept,
     )
 
 

@@ -15,6 +15,7 @@ import torch
 from offload.errors import PlanError
 from offload.gradients import planned_bytes
 from offload.layout import WHOLE, Division, Flat, UnitLayout, ceil_to
+from offload.parallel.kept import SECONDARY, kept_bytes
 from offload.state import chunk_granule, staging_bytes_per_chunk, state_specs
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
@@ -54,7 +55,8 @@ class Request:
     `staging` and `chunk` are bytes (of a plane of fp32 for `chunk`), or None for automatic. `rest_on_device`: whether
     automatic placement may use the device. `bounce`: host bytes that a swap store takes at most. `checksum`: whether it
     keeps checksums of everything on nvme in host memory. `division`: what this rank holds of divided planes; `wire`:
-    the dtype in which gradients are reduced over ranks, None on a single one.
+    the dtype in which gradients are reduced over ranks, None on a single one; `kept`: what stays of gathered weights
+    between forward and backward, as `offload.parallel.kept.after_forward` has it.
     """
 
     tiers: Mapping[str, str]
@@ -70,6 +72,7 @@ class Request:
     checksum: bool = False
     division: Division = WHOLE
     wire: torch.dtype | None = None
+    kept: bool | int = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,7 +247,10 @@ def make_plan(
     checksums = _checksum_bytes(sum(sizes.values())) if request.checksum and limits.nvme != 0 else 0
     reduction = _reduction_bytes(units, request, accumulate)
     on_host = staging + bounce + shared + checksums + reduction
-    reserved = {Tier.DEVICE: persistent + lease_room + in_step, Tier.HOST: on_host}
+    on_device = persistent + lease_room + in_step
+    kept = kept_bytes(units, request.division, request.kept)
+    on_device, on_host = (on_device + kept, on_host) if wants_device else (on_device, on_host + kept)
+    reserved = {Tier.DEVICE: on_device, Tier.HOST: on_host}
     rooms = _Rooms(limits, reserved, request.device_is_host_memory)
     plan = Plan(flats={}, chunk=chunk, slot_bytes=slot_bytes, staging=staging)
     chosen: dict[tuple[int, int, str], Tier] = {}
@@ -259,6 +265,8 @@ def make_plan(
             plan.flats[u, f] = FlatPlacement(weight=tiers[0], optimizer=tiers[1], gradients=tiers[2])
             for kind, tier in zip(KINDS, tiers, strict=True):
                 _add_plane(plan, flat, kind, tier, sizes[u, f, kind], request, accumulate)
+            if request.division.divides_weights(flat) and not isinstance(request.kept, bool):
+                plan.add(Tier.DEVICE if tiers[0] is Tier.DEVICE else Tier.HOST, SECONDARY, flat.nbytes // request.kept)
     plan.add(Tier.HOST, "staging", staging)
     plan.add(Tier.HOST, "reduction", reduction)
     if plan.total(Tier.NVME):
@@ -405,8 +413,13 @@ def _lease_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | Non
     held = sum(_load_bytes(units, request, plan, index) for index in request.held)
     apart = [{i for i in root if i not in request.held} for root in request.roots]
     together = max((sum(_load_bytes(units, request, plan, i) for i in root) for root in apart), default=0)
-    largest = max((_load_bytes(units, request, plan, i) for i in range(len(units))), default=0)
-    return held + together + prefetch * largest
+    each = [_load_bytes(units, request, plan, i) for i in range(len(units))]
+    largest = max(each, default=0)
+    if request.kept is False:  # all stay up to the end of the forward
+        return max(held + together + prefetch * largest, sum(each))
+    # The part of a unit that is kept may be on its way to the host when the next one is there.
+    leaving = 0 if isinstance(request.kept, bool) or request.aliases_host else largest
+    return held + together + prefetch * largest + leaving
 
 
 def _add_prefetch(plan: Plan, units: Sequence[UnitLayout], request: Request, limits: Limits) -> None:
@@ -431,7 +444,8 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
         if limit is not None and total > limit:
             raise PlanError(
                 f"the plan exceeds memory.{tier} by {format_bytes(total - limit)}: it needs {format_bytes(total)} "
-                f"({_parts(plan, tier)}) of {format_bytes(limit)}{_where(tier, limits)}; {_remedy(tier, plan, limits)}"
+                f"({_parts(plan, tier)}) of {format_bytes(limit)}{_where(tier, limits)}; "
+                f"{_remedy(tier, plan, limits, request)}"
             )
     in_memory = plan.total(Tier.HOST) + (plan.total(Tier.DEVICE) if request.device_is_host_memory else 0)
     if in_memory > limits.memory_available:
@@ -441,7 +455,7 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
         raise PlanError(
             f"the plan needs {format_bytes(in_memory)} of host memory ({parts}), "
             f"{format_bytes(in_memory - limits.memory_available)} more than {limits.memory_limited_by} has left "
-            f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST, plan, limits)}"
+            f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST, plan, limits, request)}"
         )
 
 
@@ -455,7 +469,12 @@ def _parts(plan: Plan, tier: Tier) -> str:
     )
 
 
-def _remedy(tier: Tier, plan: Plan, limits: Limits) -> str:
+def _remedy(tier: Tier, plan: Plan, limits: Limits, request: Request) -> str:
+    if tier is Tier.DEVICE and request.kept is not True:
+        return (
+            "raise memory.device, or keep less between forward and backward: parallel.reshard_after_forward = true "
+            "(nothing), or a larger number of ranks"
+        )
     if tier is Tier.DEVICE and plan.planned[str(tier)].get("leases", 0) > (limits.device or 0):
         # What is in use at once does not fit by itself, wherever weights rest. Prefetching is not part of it yet.
         return "raise memory.device, or use smaller units (units.wrap): parameters elsewhere still compute there"

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,12 @@ from swap.devices import DeviceOutOfMemory
 from swap.errors import BudgetError
 from swap.tickets import Ticket
 
+if TYPE_CHECKING:
+    from offload.parallel.gather import Gathering
+    from offload.parallel.kept import KeptShard
+
+_KEPT = "what is kept for a backward"
+"""The holder of a lease that only saves another gather."""
 _NOTHING = 1e-4  # seconds that a wait for what is there already may take
 
 
@@ -65,6 +72,8 @@ class ResidentFlat:
     state: FlatState | None = None
     buffer: Tensor | None = None
     completion: Completion | None = None
+    kept: KeptShard | None = None
+    """What stays of gathered weights between a forward and its backward."""
 
     @property
     def writing(self) -> bool:
@@ -116,6 +125,8 @@ class Unit:
     load_seconds: float = 0.0
     """What loading it took the last time, as far as is known: an upper bound where nobody had to wait for it."""
     _started: float = 0.0
+    expected: int = 0
+    """Forwards that have used weights of other ranks and whose backward will again."""
     views: dict[int, int] = field(default_factory=dict)
     """Address of a live Storage -> index of the flat it holds."""
 
@@ -127,6 +138,11 @@ class Unit:
     @property
     def leases(self) -> int:
         return len(self.holders)
+
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks hold parts of the weights."""
+        return any(flat.divided for flat in self.flats)
 
     @property
     def open(self) -> bool:
@@ -166,9 +182,9 @@ class Residency:
         """Does so."""
         self.reclaim: Callable[[Unit | None], bool] | None = None
         """Gives up a lease that somebody only has for speed, for the sake of this unit; False if there is none."""
-        self.gather: Callable[[Unit, ResidentFlat], Completion] | None = None
-        """Has other ranks' parts of a flat's buffer filled, once the flat's own load is done. What is loaded ahead or
-        gives way must then not depend on this rank's timing: every rank has to gather the same units in one order.
+        self.gather: Gathering | None = None
+        """Fills other ranks' parts of a flat's buffer, once the flat's own load is done. What is loaded ahead or gives
+        way must then not depend on this rank's timing: every rank has to gather the same units in one order.
         """
 
     # Leases
@@ -212,13 +228,16 @@ class Residency:
     def _prepare(self, unit: Unit) -> None:
         if self.away:
             raise OffloadError(f"unit {unit.name} is used between offload_states() and reload_states()")
+        if self.waiting and unit.index in self.waiting:
+            self._let_go(unit)
         if self.waiting and unit.index in self.waiting and not unit.holders and self.lay_out is not None:
             if unit.phase is Phase.LOADING:
                 self._abandon(unit)
             self.lay_out(unit)
 
-    def release(self, unit: Unit, holder: object) -> None:
-        """Gives up the lease of `holder`, if it has one; after the last one the unit rests.
+    def release(self, unit: Unit, holder: object, *, again: bool = False) -> None:
+        """Gives up the lease of `holder`, if it has one; after the last one the unit rests. `again`: a backward will
+        use the unit once more; what `gather` keeps for it stays until `used_again`.
 
         Raises:
             SwapIOError: parameters were written in place and could not be stored; the lease is given up even so.
@@ -231,11 +250,38 @@ class Residency:
                 if opened and list(unit.holders.values()).count(True) == 1:
                     self.keep_writes(unit)
             finally:
+                if again and self.gather is not None and self.gather.kept is not True and unit.divided:
+                    unit.expected += 1
+                    if self.gather.keeps_whole:
+                        unit.holders[_KEPT] = False
                 del unit.holders[holder]
                 if opened and not unit.open:
                     _set_class(unit, OffloadedParameter)
                 if not unit.holders:
                     self._rest(unit)
+
+    def used_again(self, unit: Unit, times: int = 1) -> None:
+        """Backwards have used the unit: after the last that is expected, nothing is kept for them."""
+        with self.lock:
+            if unit.expected:
+                unit.expected = max(0, unit.expected - times)
+                if not unit.expected:
+                    self._let_go(unit)
+
+    def let_go(self) -> None:
+        """No backward is to come: nothing is kept for one."""
+        with self.lock:
+            for unit in self.units:
+                self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        unit.expected = 0
+        self._forget_shards(unit)
+        self.release(unit, _KEPT)
+
+    def _forget_shards(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            flat.kept = None
 
     def prefetch(self, unit: Unit) -> bool:
         """Starts loading a resting unit if the device budget has room for it now; never blocks, never fails."""
@@ -250,7 +296,8 @@ class Residency:
                 return False
             if self._in_use() + unit.load_bytes > self.prefetch_limit:
                 return False
-            if self.gather is None and not ready_to_load(self.updates, unit):
+            ready = ready_to_load(self.updates, unit) if self.gather is None else self.gather.fits(unit)
+            if not ready:
                 return False
             try:
                 self._load(unit)
@@ -269,7 +316,7 @@ class Residency:
     def busy_units(self) -> list[str]:
         """Names of units that somebody holds a lease on."""
         with self.lock:
-            return [unit.name for unit in self.units if unit.holders]
+            return [unit.name for unit in self.units if set(unit.holders) - {_KEPT}]
 
     def resident_units(self) -> list[str]:
         """Names of units that take device memory beyond what their placement says."""
@@ -320,6 +367,8 @@ class Residency:
         return bool(pending)
 
     def _load(self, unit: Unit) -> None:
+        if self.gather is not None and self.gather.keeps_shards:
+            self._check_shards(unit)
         try:
             with torch.inference_mode(False):  # other threads write to the buffers too
                 for flat in unit.flats:
@@ -328,7 +377,7 @@ class Residency:
                 begin_loads(self.updates, unit, self.loader)
                 for flat in unit.flats:
                     if flat.divided and self.gather is not None:
-                        flat.completion = self.gather(unit, flat)
+                        flat.completion = self.gather.for_use(unit, flat)
         except BaseException:
             self._drop_buffers(unit)
             raise
@@ -336,6 +385,19 @@ class Residency:
         unit._started = time.monotonic()
         if unit.load_bytes:
             unit.loads += 1
+
+    def _check_shards(self, unit: Unit) -> None:
+        """Shards that were kept before the weights changed are no use."""
+        if any(flat.kept is not None and flat.kept.version != _version_of(flat) for flat in unit.flats):
+            self._forget_shards(unit)
+
+    def _keep_shards(self, unit: Unit) -> None:
+        assert self.gather is not None
+        for flat in unit.flats:
+            if flat.divided and flat.kept is None and flat.buffer is not None:
+                flat.kept = self.gather.keep_shard(flat, _version_of(flat))
+                if flat.kept.copying is not None:
+                    self._abandoned.append(flat.kept.copying)
 
     def _finish(self, unit: Unit) -> None:
         asked = time.monotonic()
@@ -386,6 +448,8 @@ class Residency:
         if unit.bound:
             _show_stubs(unit)
             unit.bound = False
+        if unit.expected and self.gather is not None and self.gather.keeps_shards:
+            self._keep_shards(unit)
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
         if self.on_rest is not None:
@@ -394,6 +458,7 @@ class Residency:
     def refresh(self, unit: Unit) -> None:
         """After the resting weights changed: no copy on the device keeps the old values."""
         with self.lock:
+            self._forget_shards(unit)
             if unit.phase is Phase.LOADING:
                 self._abandon(unit)
             elif unit.phase is Phase.RESIDENT:
@@ -401,7 +466,7 @@ class Residency:
                     if flat.buffer is not None:
                         flat.completion = self.loader.load(flat.plane, flat.buffer)
                         if flat.divided and self.gather is not None:
-                            flat.completion = self.gather(unit, flat)
+                            flat.completion = self.gather.for_use(unit, flat)
                         self.loader.settle(flat.completion)
                         flat.completion = None
 
@@ -462,6 +527,7 @@ class Residency:
             self.storages.clear()
             for unit in self.units:
                 self._drop_buffers(unit)
+                self._forget_shards(unit)
                 unit.views.clear()
                 unit.holders.clear()
             orphan(self.units, self.memory.device.torch_device)
@@ -476,6 +542,12 @@ class Residency:
             f"{budget.limit('device') or 0:,} are in use by {', '.join(leased) or 'views that outlive their lease'}; "
             "raise memory.device or split the model into smaller units (units.wrap)"
         )
+
+
+def _version_of(flat: ResidentFlat) -> int:
+    """Grows with every change of the weights."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return sum(record.parameter._version for record in flat.records)
 
 
 def _show_stubs(unit: Unit) -> None:

@@ -17,6 +17,7 @@ from offload.config.values import (
     Count,
     CountOrAuto,
     FlagOrAuto,
+    FlagOrCount,
     Fraction,
     LossScale,
     Names,
@@ -33,6 +34,11 @@ from offload.config.values import (
 )
 
 Tier = Literal["auto", "device", "host", "nvme"]
+
+
+def _written(value: object) -> str:
+    """A value as in a TOML file."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 class Section(BaseModel):
@@ -181,8 +187,28 @@ class ParallelConfig(Section):
     accumulate: Literal["auto", "local", "reduced"] = "auto"
     """Whether micro-batches of a batch-major step are summed on each rank and reduced once (`local`; `auto` in stages 0
     to 2), or each reduced (`reduced`; `auto` in stage 3), which keeps no gradients of whole units."""
+    reshard_after_forward: FlagOrCount = True
+    """Stage 3: what is kept of a unit's weights between its forward and its backward. `true`: this rank's shard alone;
+    `false`: all of them, so that the backward gathers nothing; a number m (a divisor of the ranks that divide state):
+    a shard of 1/m, and the backward gathers among m neighbours. As FSDP2's argument, and ZeRO++'s hpZ."""
+    limit_gathers: PositiveSizeOrAuto = "auto"
+    """Stage 3: bytes of weights that may be on their way from other ranks at a time; `auto`: what the plan has room
+    for."""
     timeout: Positive = 600.0
     """Seconds after which a rank that does not come to a collective is given up."""
+
+    @model_validator(mode="after")
+    def _kept_weights_are_divided(self) -> ParallelConfig:
+        for key, value in (
+            ("reshard_after_forward", self.reshard_after_forward),
+            ("limit_gathers", self.limit_gathers),
+        ):
+            if self.number < 3 and value is not True and value != "auto":
+                raise ValueError(
+                    f"{key} = {_written(value)} has no effect with stage = {_written(self.stage)}, where weights are "
+                    "whole on every rank: use stage = 3, or remove it"
+                )
+        return self
 
     @property
     def number(self) -> int:

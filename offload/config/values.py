@@ -78,6 +78,12 @@ def _flag_or_auto(value: Any) -> bool | Auto:
     return value
 
 
+def _flag_or_count(value: Any) -> bool | int:
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value
+    raise ValueError("must be true, false or a number of ranks (at least 1)")
+
+
 def _loss_scale(value: Any) -> float | Literal["dynamic"]:
     if value == "dynamic":
         return "dynamic"
@@ -131,6 +137,7 @@ PositiveSizeOrAuto = Annotated[int | Auto, PlainValidator(_positive_size_or_auto
 CountOrAuto = Annotated[int | Auto, PlainValidator(_count_or_auto)]
 StepsOrAuto = Annotated[int | Auto, PlainValidator(_steps_or_auto)]
 FlagOrAuto = Annotated[bool | Auto, PlainValidator(_flag_or_auto)]
+FlagOrCount = Annotated[bool | int, PlainValidator(_flag_or_count)]
 LossScale = Annotated[float | Literal["dynamic"], PlainValidator(_loss_scale)]
 Names = Annotated[tuple[str, ...], PlainValidator(_names)]
 NamesOrAuto = Annotated[tuple[str, ...] | Auto, PlainValidator(_names_or_auto)]

@@ -13,6 +13,7 @@ from offload.layout import BLOCK, Division, Slot, ceil_to
 from offload.parallel.channel import Channel
 from offload.parallel.collectives import Collectives
 from offload.parallel.gather import Gathering
+from offload.parallel.kept import SECONDARY
 from offload.parallel.ranks import Ranks
 from offload.parallel.reduction import Reduction
 from offload.parameters import ParameterRecord
@@ -40,6 +41,7 @@ class Cluster:
         *,
         division: Division,
         wire: torch.dtype,
+        kept: bool | int = True,
     ) -> None:
         self.ranks, self.division, self._memory = ranks, division, memory
         self._states = states
@@ -47,7 +49,9 @@ class Cluster:
         self._further: dict[str, Channel] = {}
         try:
             gathers, reductions, self._votes = (self._open(name) for name in ("gather", "reduce", "vote"))
-            self.gathering = Gathering(memory, ranks, gathers)
+            if not isinstance(kept, bool):
+                ranks.divide_shards(SECONDARY, kept)
+            self.gathering = Gathering(memory, ranks, gathers, kept=kept)
             units = _in_order_of_reduction(specs, states)
             self._names = {unit.index: unit.name for unit in residency.units}
             self.reduction = Reduction(memory, ranks, reductions, units, self._names, division=division, wire=wire)
@@ -201,8 +205,11 @@ class Cluster:
         return min(self.all_of(what, value))
 
     def bytes_moved(self) -> dict[str, int]:
-        """Logical bytes through collectives so far, by category."""
-        return {f"{category}_communicated_bytes": n for category, n in self.ranks.counters.by_category().items()}
+        """Logical bytes through collectives so far, by category, and the most of gathers that were under way."""
+        moved = {f"{category}_communicated_bytes": n for category, n in self.ranks.counters.by_category().items()}
+        if self.divides_weights:
+            moved["gathers_in_flight_peak_bytes"] = self.gathering.in_flight.peak
+        return moved
 
     def close(self) -> None:
         """Ends the threads. Idempotent; does not wait for a peer beyond the timeout."""

@@ -99,7 +99,7 @@ class Ranks:
         self.messages = self._host_group(timeout)
         self._lines = Lines.of_group(before, own, self.rank, self.world)
         if self.on_device:
-            self._device_groups(timeout)
+            self._device_groups()
         self._open.add(self)
 
     @classmethod
@@ -164,18 +164,28 @@ class Ranks:
             return dist.group.WORLD
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
-    def _device_groups(self, timeout: float) -> None:
-        size, limit = self.shard_size, timedelta(seconds=timeout)
+    def _device_groups(self) -> None:
+        size = self.shard_size
         layout = {
             "world": [list(range(self.world))],
             "shard": [list(range(i, i + size)) for i in range(0, self.world, size)],
             "replicate": [list(range(i, self.world, size)) for i in range(size)],
         }
         for name, groups in layout.items():
-            for members in groups:  # every rank takes part in making every group
-                made = dist.new_group(members, backend="nccl", timeout=limit)
-                if self.rank in members:
-                    self._groups[name] = made
+            self._make_device_groups(name, groups)
+
+    def _make_device_groups(self, name: str, groups: list[list[int]]) -> None:
+        for members in groups:  # every rank takes part in making every group
+            made = dist.new_group(members, backend="nccl", timeout=timedelta(seconds=self.timeout))
+            if self.rank in members:
+                self._groups[name] = made
+
+    def divide_shards(self, name: str, size: int) -> None:
+        """Makes the group `name`: `size` neighbours of a shard group, whose ranks they divide. On all ranks."""
+        groups = [list(range(i, i + size)) for i in range(0, self.world, size)]
+        self._members[name] = groups[self.rank // size]
+        if self.on_device:
+            self._make_device_groups(name, groups)
 
     def members(self, group: str) -> list[int]:
         """Ranks of this rank's group `shard`, `replicate` or `world`, ascending."""

@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from offload.batches import BatchTraining
-from offload.parallel.ranks import Ranks
+from offload.parallel.job import launched_ranks
+from offload.parallel.kept import after_forward
+from offload.parallel.ranks import Ranks, grid
 from offload.parallel.replicas import compare, hash_weights
 from offload.parameters import ParameterRecord
 from offload.schedule.micro_batches import MicroBatches
@@ -21,6 +24,7 @@ from offload.tiers import Tier
 if TYPE_CHECKING:
     from offload.build import Blueprint
     from offload.config import Config
+    from offload.config.schema import ParallelConfig
     from offload.parallel.cluster import Cluster
     from offload.schedule.choice import Schedule
 
@@ -41,12 +45,27 @@ def open_ranks(config: Config) -> Ranks | None:
     if shard_size is None and parallel.replicate_size == "auto" and parallel.within_machine:
         local = os.environ.get("LOCAL_WORLD_SIZE", "")
         shard_size = int(local) if local.isdigit() else None
+    replicate_size = None if parallel.replicate_size == "auto" else parallel.replicate_size
+    check_settings(parallel, shard_size, replicate_size)
     return Ranks.open(
         shard_size=shard_size,
-        replicate_size=None if parallel.replicate_size == "auto" else parallel.replicate_size,
+        replicate_size=replicate_size,
         timeout=parallel.timeout,
         device_kind=device,
     )
+
+
+def check_settings(parallel: ParallelConfig, shard_size: int | None, replicate_size: int | None) -> None:
+    """Refuses sizes that do not suit the number of ranks, before any of them is waited for.
+
+    Raises:
+        ValueError: names the key, its value and what is allowed.
+    """
+    there = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if there else launched_ranks()
+    if world > 1:
+        shard_size, _ = grid(world, shard_size, replicate_size)
+        after_forward(parallel.reshard_after_forward, shard_size)
 
 
 class Together(BatchTraining):
@@ -70,14 +89,18 @@ class Together(BatchTraining):
             blueprint.specs,
             division=blueprint.division,
             wire=blueprint.wire,
+            kept=blueprint.kept,
         )
         try:
             hashes = cluster.all_of("compare first values", blueprint.hashes)
             compare(hashes, [blueprint.ranks.members("world")], "at the start")
             if cluster.divides_weights:
                 leases = blueprint.plan.planned[str(Tier.DEVICE)].get("leases", 0)
-                self._residency.prefetch_limit = cluster.agree_on_least("agree on room for gathered weights", leases)
-                self._residency.gather = cluster.gathering.for_use
+                room = cluster.agree_on_least("agree on room for gathered weights", leases)
+                limit = self.config.parallel.limit_gathers
+                self._residency.prefetch_limit = room
+                cluster.gathering.in_flight.limit = room if limit == "auto" else limit
+                self._residency.gather = cluster.gathering
         except BaseException:
             cluster.close()
             raise

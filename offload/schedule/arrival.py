@@ -77,6 +77,9 @@ def begin_loads(updates: Updates | None, unit: Unit, loader: Loader) -> None:
         }
         delivered = bool(targets) and updates.deliver(update, targets)
     for index, flat in enumerate(unit.flats):
+        if flat.kept is not None and flat.buffer is not None:  # the gather brings this rank's part too
+            flat.completion = None
+            continue
         concerned = update if update is not None and index in update.ranges else None
         if flat.replicating is not None:  # comes after the update
             exchanged = flat.replicating

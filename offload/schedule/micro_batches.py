@@ -139,6 +139,7 @@ class Runner:
         finally:
             binding.visitor = None
             self._residency.drop_prefetched()
+            self._residency.let_go()
 
     def plain_call(self) -> AbstractContextManager[None]:
         """What has to be in force in a call of the model outside `run`."""

@@ -141,9 +141,7 @@ def test_a_unit_without_all_contributions_waits_for_the_end(swap_folder: Path) -
     states = {}
     for schedule in ("barrier", "eager"):
         case = placed("cpu", "nvme", schedule=schedule)
-        with running(
-            Unsteady(), case, swap_folder, max_grad_norm=None, optimizer={"check_finite": False}
-        ) as engine:
+        with running(Unsteady(), case, swap_folder, max_grad_norm=None, optimizer={"check_finite": False}) as engine:
             for number in range(3):
                 x = torch.full((2, 80), 0.1 * (number + 1))
                 engine.train_batch([(x, False), (x * 2, True), (x * 3, number == 1)], sums)

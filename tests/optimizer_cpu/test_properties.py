@@ -39,8 +39,13 @@ def bits(x):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    fmt=st.sampled_from(format_names()), grad_dtype=DTYPES, weight_dtype=DTYPES, hyper=HYPERS,
-    numel=st.integers(0, 700), seed=st.integers(0, 2**20), scale=st.sampled_from([1.0, 1e-4, 1024.0]),
+    fmt=st.sampled_from(format_names()),
+    grad_dtype=DTYPES,
+    weight_dtype=DTYPES,
+    hyper=HYPERS,
+    numel=st.integers(0, 700),
+    seed=st.integers(0, 2**20),
+    scale=st.sampled_from([1.0, 1e-4, 1024.0]),
 )
 def test_the_facade_equals_the_reference(fmt, grad_dtype, weight_dtype, hyper, numel, seed, scale):
     if weight_dtype not in get_format(fmt).weight_dtypes:
@@ -141,8 +146,13 @@ SHAPES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), min_size=1, 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    shapes=SHAPES, dtype=DTYPES, groups=st.integers(1, 2), weight_decay=st.floats(0, 0.3), lr=st.floats(1e-5, 1e-1),
-    seed=st.integers(0, 2**16), tensor_lr=st.booleans(),
+    shapes=SHAPES,
+    dtype=DTYPES,
+    groups=st.integers(1, 2),
+    weight_decay=st.floats(0, 0.3),
+    lr=st.floats(1e-5, 1e-1),
+    seed=st.integers(0, 2**16),
+    tensor_lr=st.booleans(),
 )
 def test_the_optimizer_follows_torch(shapes, dtype, groups, weight_decay, lr, seed, tensor_lr):
     g = torch.Generator().manual_seed(seed)

@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_example_trains():
     result = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "cpu_adamw.py"), "--steps", "30", "--hidden", "64"],
-        capture_output=True, text=True, timeout=110, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr
     before, after = (float(x) for x in re.findall(r"loss (?:before|after 30 steps): ([0-9.]+)", result.stdout))
@@ -31,8 +35,13 @@ def test_inside_the_transformers_trainer(tmp_path, state_format):
     pytest.importorskip("accelerate", reason="the Trainer needs it")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
     )
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     rows = [{"input_ids": (torch.arange(16) + i) % 64, "labels": (torch.arange(16) + i) % 64} for i in range(64)]
@@ -40,19 +49,28 @@ def test_inside_the_transformers_trainer(tmp_path, state_format):
 
     def arguments(steps):
         return transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=steps, per_device_train_batch_size=8, logging_steps=5, save_steps=10,
-            report_to=[], use_cpu=True, disable_tqdm=True, lr_scheduler_type="constant", max_grad_norm=1.0,
-            save_strategy="steps", dataloader_pin_memory=False,
+            output_dir=str(tmp_path),
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            logging_steps=5,
+            save_steps=10,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+            max_grad_norm=1.0,
+            save_strategy="steps",
+            dataloader_pin_memory=False,
         )
 
-    trainer = transformers.Trainer(
-        model=model, args=arguments(20), train_dataset=rows, optimizers=(optimizer, None)
-    )
+    trainer = transformers.Trainer(model=model, args=arguments(20), train_dataset=rows, optimizers=(optimizer, None))
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < 0.7 * losses[0]
     resumed = transformers.Trainer(
-        model=model, args=arguments(25), train_dataset=rows,
+        model=model,
+        args=arguments(25),
+        train_dataset=rows,
         optimizers=(CPUAdamW(model.parameters(), lr=5e-3, state_format=state_format), None),
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))

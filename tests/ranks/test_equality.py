@@ -33,6 +33,7 @@ FACTORS: dict[str, Any] = {
     "accumulate": ["auto", "local", "reduced"],
     "micro": [1, 3],
     "persistent": [0, 200],
+    "kept": [True, False],
 }
 
 
@@ -57,6 +58,7 @@ FEWER = {
     "reduce": ["auto", "bf16"],
     "accumulate": ["auto", "reduced"],
     "micro": [1, 2],
+    "limit": ["auto", 1 << 20],
 }
 
 

@@ -43,6 +43,8 @@ class Run:
     micro: int = 1
     wide: bool = False
     persistent: int = 0
+    kept: bool | int = True
+    limit: int | str = "auto"
     steps: int = STEPS
 
     def __str__(self) -> str:
@@ -52,6 +54,7 @@ class Run:
             f"{grid}-stage{self.stage}-{self.device}-{where}-{self.schedule}-{self.order}-{self.activations}-"
             f"{'_'.join(self.numbers)}-wire_{self.reduce}-{self.accumulate}-sums_{self.sums}-clip{self.clip:d}-"
             f"{self.micro}x-{'wide' if self.wide else 'small'}-persistent{self.persistent}"
+            f"-reshard_{self.kept}-limit_{self.limit}"
         )
 
     @property
@@ -88,6 +91,8 @@ def sections_of(run: Run) -> dict[str, Any]:
     parallel: dict[str, Any] = {"stage": run.stage, "timeout": 30.0, "accumulate": run.accumulate}
     if run.shard is not None:
         parallel["shard_size"] = run.shard
+    if run.stage == 3:
+        parallel |= {"reshard_after_forward": run.kept, "limit_gathers": run.limit}
     return {
         "parallel": parallel,
         "placement": {"activations": run.activations},

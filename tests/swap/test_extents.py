@@ -30,9 +30,7 @@ class FakeFile:
 
     def grow(self, system: object, nbytes: int) -> None:
         if nbytes > self.free_bytes:
-            raise SwapIOError(
-                operation="allocate", path="/full", offset=self.size, nbytes=nbytes, errno=errno.ENOSPC
-            )
+            raise SwapIOError(operation="allocate", path="/full", offset=self.size, nbytes=nbytes, errno=errno.ENOSPC)
         self.size += nbytes
 
 
