@@ -21,7 +21,8 @@ from tests.ranks.training import own_folder
 
 PoolOf = Callable[[int], RankPool]
 STEPS = 3
-stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+ACCEPTANCE = pytest.mark.acceptance
+stages = pytest.mark.parametrize("stage", [0, pytest.param(1, marks=ACCEPTANCE), 2, 3])
 
 
 class Mixture(nn.Module):
@@ -204,8 +205,17 @@ def blocks(stage: int, folder: Path, kind: str) -> None:
         assert_states_equal(states_of(engine), twin.states())
 
 
-@pytest.mark.parametrize("kind", ["reentrant", "not_reentrant", "compiled"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("reentrant", 3),
+        ("not_reentrant", 2),
+        ("compiled", 3),
+        pytest.param("reentrant", 2, marks=ACCEPTANCE),
+        pytest.param("not_reentrant", 3, marks=ACCEPTANCE),
+        pytest.param("compiled", 2, marks=ACCEPTANCE),
+    ],
+)
 def test_recomputed_and_compiled_blocks(stage: int, kind: str, pool_of: PoolOf, tmp_path: Path) -> None:
     pool_of(2).run(blocks, stage, tmp_path, kind)
 
