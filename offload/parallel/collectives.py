@@ -71,7 +71,8 @@ class Collectives:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise RankGoneError(rank, " ".join(str(error).split())) from error
+            text = " ".join(str(error).split()).partition(" This is typically caused by")[0]
+            raise RankGoneError(rank, text) from error
 
     # Collectives
 

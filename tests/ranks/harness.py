@@ -1,8 +1,9 @@
 """Functions run on several ranks, and whole commands under `torchrun`.
 
 A pool's processes are forked from a server that has imported everything, so a pool costs little and is made anew after
-every failure. For each call the ranks form a process group of their own (gloo on the loopback interface, a fresh prefix
-of a store that lives in the test's process, as a launcher's does). What a rank leaves behind is an error.
+every failure that leaves something behind. For each call the ranks form a process group of their own (gloo on the
+loopback interface, a fresh prefix of a store that lives in the test's process, as a launcher's does). What is left
+behind is an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -43,7 +45,8 @@ _MARK = "OFFLOAD_TEST_RUN"
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What became of a call on one rank: `value`, or the exception's type, text and traceback; `exit` is the exit code
-    of a process that ended instead (negative: killed by that signal). `at`: seconds since the call began.
+    of a process that ended instead (negative: killed by that signal). `at`: seconds since the call began. `left`:
+    threads of ours and open files that a failure has left behind; without a failure that is one.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Outcome:
     trace: str = ""
     exit: int | None = None
     at: float = 0.0
+    left: tuple[str, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -131,8 +135,8 @@ class RankPool:
                 self._kill()
                 raise RanksStuckError(f"{function.__name__}: not done after {time.monotonic() - began:.0f} s\n{stacks}")
         outcomes = [found[rank] for rank in range(self.world)]
-        if any(outcome.failed for outcome in outcomes):
-            self._kill()  # what failed may have left anything
+        if any(outcome.exit is not None or outcome.left for outcome in outcomes):
+            self._kill()
         return outcomes
 
     def _start(self) -> None:
@@ -244,11 +248,23 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stacks: str) -> N
 
 
 def _call(rank: int, world: int, store: Any, call: bytes) -> Outcome:
+    before = _held()
+    outcome = _attempt(rank, world, store, call)
+    left = _held() - before
+    if not left:
+        return outcome
+    left_behind = tuple(sorted(left.elements()))
+    if outcome.failed:
+        return dataclasses.replace(outcome, left=left_behind)
+    message = f"left behind: {', '.join(left_behind)}"
+    return Outcome(rank=rank, kind="AssertionError", message=message, trace=message, at=outcome.at, left=left_behind)
+
+
+def _attempt(rank: int, world: int, store: Any, call: bytes) -> Outcome:
     began = time.monotonic()
     value: Any = None
     try:
         name, function, args, kwargs = pickle.loads(call)
-        before = _left_behind()
         own = dist.PrefixStore(name, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         try:
@@ -260,9 +276,6 @@ def _call(rank: int, world: int, store: Any, call: bytes) -> Outcome:
             pickle.dumps(value)
         finally:
             dist.destroy_process_group()
-        left = _left_behind() - before
-        if left:
-            raise AssertionError(f"left behind: {', '.join(sorted(left))}")
     except BaseException as error:
         at = time.monotonic() - began
         message, trace = str(error), traceback.format_exc()
@@ -270,17 +283,16 @@ def _call(rank: int, world: int, store: Any, call: bytes) -> Outcome:
     return Outcome(rank=rank, value=value, at=at)
 
 
-def _left_behind() -> set[str]:
-    """Threads of ours, and swap files."""
+def _held() -> Counter[str]:
+    """Threads of ours, and files: swap files, connections, pipes."""
     gc.collect()
-    threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("offload")}
-    files = set()
+    held = Counter(thread.name for thread in threading.enumerate() if thread.name.startswith("offload"))
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(entry.path)
-            if "(deleted)" in target and not target.startswith(("/memfd", "/dev/shm")):
-                files.add(target)
-    return threads | files
+            if not target.startswith(("/memfd", "/dev/", "/proc/")):
+                held[target] += 1
+    return held
 
 
 # Whole commands

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import offload
+from offload.errors import ParallelError
 from tests.engine.common import config_of, decoder, placed, token_batches
 from tests.ranks.harness import Outcome, RankPool
 from tests.ranks.training import own_folder
@@ -27,28 +29,34 @@ class CulpritError(Exception):
 
 def training(where: str, stage: int, folder: Path) -> None:
     """Rank 1 fails in the second step."""
-    culprit = dist.get_rank() == CULPRIT
-    config = config_of(placed("cpu", "host"), own_folder(folder), parallel={"stage": stage, "timeout": 4.0})
-    with offload.initialize(decoder(), config) as engine:
-        for step in range(3):
-            fails = culprit and step == 1
-            ids = token_batches(2, seed=step)[dist.get_rank()]
-            if fails and where == "late":
-                time.sleep(30)
-            if fails and where == "forward":
-                engine.module.layers[1].register_forward_pre_hook(_raise)
-            loss = engine(ids, labels=ids).loss
-            if fails and where == "backward":
-                loss.register_hook(_raise)
-            engine.backward(loss)
-            if fails and where == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if fails and where == "step":
-                engine.optimizer.param_groups[0]["lr"] = "fast"
-            if fails and where == "elsewhere":
-                engine.get_full("norm.weight", "grad")
-            engine.step()
-        engine.synchronize()
+    culprit, store = dist.get_rank() == CULPRIT, dist.distributed_c10d._get_default_store()
+    # No failure but `late` may take its time: a loaded machine must not look like one.
+    timeout = 6.0 if where == "late" else 60.0
+    config = config_of(placed("cpu", "host"), own_folder(folder), parallel={"stage": stage, "timeout": timeout})
+    try:
+        with offload.initialize(decoder(), config) as engine:
+            for step in range(3):
+                fails = culprit and step == 1
+                ids = token_batches(2, seed=step)[dist.get_rank()]
+                if fails and where == "late":
+                    store.wait(["given up"], timedelta(seconds=60))
+                if fails and where == "forward":
+                    engine.module.layers[1].register_forward_pre_hook(_raise)
+                loss = engine(ids, labels=ids).loss
+                if fails and where == "backward":
+                    loss.register_hook(_raise)
+                engine.backward(loss)
+                if fails and where == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fails and where == "step":
+                    engine.optimizer.param_groups[0]["lr"] = "fast"
+                if fails and where == "elsewhere":
+                    engine.get_full("norm.weight", "grad")
+                engine.step()
+            engine.synchronize()
+    except ParallelError:
+        store.set("given up", "yes")
+        raise
 
 
 def _raise(*_: Any) -> None:
@@ -60,23 +68,15 @@ def ended(pool: RankPool, where: str, stage: int, folder: Path) -> list[Outcome]
     outcomes = pool.outcomes(training, where, stage, folder, timeout=50.0)
     print(where, stage, f"{time.monotonic() - began:.1f} s", *(o.message for o in outcomes), sep="\n  ")
     assert all(outcome.failed for outcome in outcomes)
+    assert all(outcome.left == () for outcome in outcomes), "threads or files are left behind"
     return outcomes
 
 
 LONG = pytest.mark.acceptance
 
 
-@pytest.mark.parametrize(
-    ("where", "stage"),
-    [
-        ("backward", 3),
-        pytest.param("forward", 0, marks=LONG),
-        pytest.param("forward", 3, marks=LONG),
-        pytest.param("backward", 0, marks=LONG),
-        pytest.param("step", 0, marks=LONG),
-        pytest.param("step", 3, marks=LONG),
-    ],
-)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_a_rank_that_raises(where: str, stage: int, pool_of: PoolOf, tmp_path: Path) -> None:
     outcomes = ended(pool_of(2), where, stage, tmp_path)
     assert outcomes[1].kind in ("CulpritError", "ValueError")
@@ -88,7 +88,7 @@ def test_a_rank_that_raises(where: str, stage: int, pool_of: PoolOf, tmp_path: P
 def test_a_rank_that_is_killed(stage: int, pool_of: PoolOf, tmp_path: Path) -> None:
     outcomes = ended(pool_of(2), "killed", stage, tmp_path)
     assert outcomes[1].exit == -signal.SIGKILL
-    assert outcomes[0].kind == "ParallelError" and "another rank is gone" in outcomes[0].message
+    assert outcomes[0].kind == "ParallelError" and "rank 1 is gone" in outcomes[0].message
 
 
 def test_ranks_that_call_different_things(pool_of: PoolOf, tmp_path: Path) -> None:
@@ -98,5 +98,5 @@ def test_ranks_that_call_different_things(pool_of: PoolOf, tmp_path: Path) -> No
 
 @LONG
 def test_a_rank_that_does_not_come(pool_of: PoolOf, tmp_path: Path) -> None:
-    outcomes = pool_of(2).outcomes(training, "late", 3, tmp_path, timeout=50.0)
-    assert outcomes[0].kind == "ParallelError" and outcomes[0].at < 20
+    outcomes = ended(pool_of(2), "late", 3, tmp_path)
+    assert outcomes[0].kind == "ParallelError" and "parallel.timeout = 6 s" in outcomes[0].message
