@@ -26,6 +26,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -94,20 +95,33 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """`function(*args, **kwargs)` on every rank; its results by rank. A module-level function.
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        may_leave: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; its results by rank. A module-level function. `may_leave`: files
+        that it leaves open are no error.
 
         Raises:
             RanksFailedError: an exception, or the end of a process, on any rank.
             RanksStuckError: not all ranks were done in time; all are killed then.
         """
-        outcomes = self.outcomes(function, *args, timeout=timeout, **kwargs)
+        outcomes = self.outcomes(function, *args, timeout=timeout, may_leave=may_leave, **kwargs)
         if any(outcome.failed for outcome in outcomes):
             raise RanksFailedError(outcomes)
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float | None = None,
+        may_leave: bool = False,
+        **kwargs: Any,
     ) -> list[Outcome]:
         """The same for tests of failures: what became of the call on every rank.
 
@@ -118,7 +132,7 @@ class RankPool:
             self._start()
         self._calls += 1
         began = time.monotonic()
-        call = pickle.dumps((f"call{self._calls}", function, args, kwargs))
+        call = pickle.dumps((f"call{self._calls}", may_leave, function, args, kwargs))
         for pipe in self._pipes:
             pipe.send_bytes(call)
         deadline = began + (self.timeout if timeout is None else timeout)
@@ -248,10 +262,14 @@ def _serve(rank: int, world: int, port: int, pipe: Connection, stacks: str) -> N
 
 
 def _call(rank: int, world: int, store: Any, call: bytes) -> Outcome:
+    try:
+        name, may_leave, function, args, kwargs = pickle.loads(call)
+    except Exception as error:
+        return _failure(rank, error, 0.0)
     before = _held()
-    outcome = _attempt(rank, world, store, call)
+    outcome = _attempt(rank, world, dist.PrefixStore(name, store), partial(function, *args, **kwargs))
     left = _held() - before
-    if not left:
+    if not left or may_leave:
         return outcome
     left_behind = tuple(sorted(left.elements()))
     if outcome.failed:
@@ -260,26 +278,26 @@ def _call(rank: int, world: int, store: Any, call: bytes) -> Outcome:
     return Outcome(rank=rank, kind="AssertionError", message=message, trace=message, at=outcome.at, left=left_behind)
 
 
-def _attempt(rank: int, world: int, store: Any, call: bytes) -> Outcome:
+def _failure(rank: int, error: BaseException, at: float) -> Outcome:
+    return Outcome(rank=rank, kind=type(error).__name__, message=str(error), trace=traceback.format_exc(), at=at)
+
+
+def _attempt(rank: int, world: int, store: Any, function: Callable[[], Any]) -> Outcome:
     began = time.monotonic()
     value: Any = None
     try:
-        name, function, args, kwargs = pickle.loads(call)
-        own = dist.PrefixStore(name, store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         try:
-            if own.add("connected", 1) == world:  # one that fails at once must not look like one that never connected
-                own.set("all connected", "yes")
-            own.wait(["all connected"])
-            value = function(*args, **kwargs)
+            if store.add("connected", 1) == world:  # one that fails at once must not look like one that never connected
+                store.set("all connected", "yes")
+            store.wait(["all connected"])
+            value = function()
             at = time.monotonic() - began
             pickle.dumps(value)
         finally:
             dist.destroy_process_group()
     except BaseException as error:
-        at = time.monotonic() - began
-        message, trace = str(error), traceback.format_exc()
-        return Outcome(rank=rank, kind=type(error).__name__, message=message, trace=trace, at=at)
+        return _failure(rank, error, time.monotonic() - began)
     return Outcome(rank=rank, value=value, at=at)
 
 

@@ -116,7 +116,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(dtype: str, pool_of: PoolOf
 )
 def test_the_same_as_torch(kind: str, dtype: str, pool_of: PoolOf, tmp_path: Path) -> None:
     ours = pool_of(2).run(engine_losses, 3, dtype, 30, tmp_path)[0]
-    theirs = pool_of(2).run(torch_losses, kind, dtype, 30)[0]
+    theirs = pool_of(2).run(torch_losses, kind, dtype, 30, may_leave=True)[0]
     found = deviation(ours, theirs)
     print(f"{kind} {dtype}: {found:.2e}")
     assert found < BOUND[dtype]
