@@ -1,0 +1,105 @@
+"""Two nodes with two ranks each: the same bits as one node with four, and one end for both when something is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.common import assert_equal
+from tests.offload.test_cli import TINY
+from tests.ranks.harness import Ended, RankPool
+from tests.ranks.namespaces import TwoNodes, report, why_not
+from tests.ranks.training import Run, expected_of, trained_digest
+
+RUNS = [
+    Run(world=4, shard=shard, parameters=tier, optimizer=tier, gradients=tier, numbers=("bf16", "fp32"))
+    for shard in (None, 2)
+    for tier in ("host", "nvme")
+]
+TIMEOUT = 6.0
+ENDS = 30.0
+"""Seconds in which both sides are over: the timeout, and what torchrun takes to notice and to end its processes."""
+ENDLESS = (*TINY, "train.batch_size=4", "train.steps=1000000", "parallel.stage=3", f"parallel.timeout={TIMEOUT:g}")
+
+
+@cache
+def _reason() -> str | None:
+    return why_not()
+
+
+@pytest.fixture
+def nodes() -> Iterator[TwoNodes]:
+    if reason := _reason():
+        pytest.skip(reason)
+    with TwoNodes() as made:
+        yield made
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _folders(folder: Path) -> list[Path]:
+    made = [folder / "node0", folder / "node1"]
+    for path in made:
+        path.mkdir()
+    return made
+
+
+def test_two_nodes_equal_one(
+    nodes: TwoNodes, pool_of: Callable[[int], RankPool], tmp_path: Path, one_thread: None
+) -> None:
+    arguments = ["-m", "tests.ranks.node_program", json.dumps([dataclasses.asdict(run) for run in RUNS])]
+    nodes.start(arguments, _folders(tmp_path))
+    ended = nodes.wait(100)
+    assert [e.returncode for e in ended] == [0, 0], report(ended)
+    assert not any(e.left for e in ended)
+    found = dict(line.split()[1:] for line in ended[0].stdout.splitlines() if line.startswith("run "))
+    for number, run in enumerate(RUNS):
+        digest, trace = pool_of(4).run(trained_digest, run, tmp_path / f"one{number}")[0]
+        assert found[str(number)] == digest, run
+        assert_equal(trace, expected_of(run))
+
+
+def _train_until(nodes: TwoNodes, folder: Path, disturb: Callable[[], None], more: tuple[str, ...]) -> list[Ended]:
+    folders = _folders(folder)
+    arguments = ["-m", "offload", "train", *ENDLESS, *more, "--run-dir", "run"]
+    nodes.start(arguments, folders, read_timeout=10)
+    metrics = folders[0] / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline, report(nodes.wait(0))
+        time.sleep(0.1)
+    disturb()
+    return nodes.wait(TIMEOUT + ENDS)
+
+
+@pytest.mark.parametrize("more", [("parallel.shard_size=2",), pytest.param((), marks=pytest.mark.acceptance)], ids=str)
+def test_a_rank_that_is_killed_ends_both(nodes: TwoNodes, tmp_path: Path, more: tuple[str, ...]) -> None:
+    def kill() -> None:
+        started = nodes.marks()[1]
+        started.processes(ranks=True)[-1].send_signal(signal.SIGKILL)
+
+    ended = _train_until(nodes, tmp_path, kill, more)
+    assert all(e.returncode != 0 and not e.left for e in ended), report(ended)
+    assert "is gone" in ended[0].stderr and "Signal 9 (SIGKILL)" in ended[1].stderr, report(ended)
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("parallel.shard_size=2",), marks=pytest.mark.acceptance)], ids=str)
+def test_a_link_that_is_lost_ends_both(nodes: TwoNodes, tmp_path: Path, more: tuple[str, ...]) -> None:
+    ended = _train_until(nodes, tmp_path, nodes.cut, more)
+    assert all(e.returncode != 0 and not e.left for e in ended), report(ended)
+    for e in ended:
+        assert "parallel.timeout = 6 s" in e.stderr, report(ended)
