@@ -31,6 +31,7 @@ from offload.handover import HandingOver, Handover
 from offload.initialization import InitFn
 from offload.lifecycle import TRANSITIONS, Status
 from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
+from offload.parallel.exits import is_failure
 from offload.parallel.together import Together, open_ranks
 from offload.parameters import ParameterRecord
 from offload.planes import Loader, SlotQueue
@@ -614,8 +615,8 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.ranks is not None:
-            self.ranks.report_failure(error)  # before the others notice that this rank does not come
+        if self.ranks is not None and is_failure(error):
+            self.ranks.report_failure(error)  # closing takes a while, and others wait for this rank
         self.close()
 
     def __del__(self) -> None:

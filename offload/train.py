@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +19,10 @@ from offload.interruption import Interrupted, Interruption
 from offload.models import build_model
 from offload.parallel.data import share
 from offload.parallel.job import Follower, Job
+from offload.parallel.placing import current
 from offload.planner.comparison import RunComparison
 from offload.recipe import build_lr_scheduler, build_param_groups, describe_groups
 from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes, peak_rss_bytes
-from optimizer_cpu.threads import default_threads
 
 POLL_SECONDS = 1.0
 """How often several ranks ask each other for signals within a step or an evaluation, besides after every step."""
@@ -214,10 +213,8 @@ class _Trainer:
         config = config.model_copy(update={"run_dir": str(self.recorder.path)})
         if config.train.threads != "auto":
             torch.set_num_threads(config.train.threads)
-        elif self.job.world > 1:  # launchers set one thread for every rank, however many cores there are
-            torch.set_num_threads(default_threads())
-            local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-            self.progress.say(f"{self.job.world} ranks, {local} on this machine, {default_threads()} threads each")
+        elif (placing := current()) is not None:
+            self.progress.say(f"{self.job.world} ranks; {placing}")
         torch.manual_seed(config.seed)
         if not config.memory.nvme_paths:
             # The run directory is where the user expects this run's files, and on a real disk more often than /tmp.

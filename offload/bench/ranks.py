@@ -62,7 +62,8 @@ def engine_for(
     """bf16 weights and gradients, also on the wire, fp32 states (12 bytes a parameter), everything in host memory."""
     with offload.empty_init():
         model = Llama(config)
-    settings: dict[str, Any] = {"stage": stage, "timeout": TIMEOUT, "verify_every": 0, **(parallel or {})}
+    settings: dict[str, Any] = {"stage": stage, "timeout": TIMEOUT, "verify_every": 0, "place_ranks": False}
+    settings.update(parallel or {})
     if shard is not None:
         settings["shard_size"] = shard
     with offload.initialize(

@@ -196,6 +196,9 @@ class ParallelConfig(Section):
     for."""
     timeout: Positive = 600.0
     """Seconds after which a rank that does not come to a collective is given up."""
+    place_ranks: bool = True
+    """Under ``torchrun``, which sets one thread for each rank: give a rank its share of the machine's cores, and a NUMA
+    node where ranks can be spread over several equally; until the engine is closed."""
 
     @model_validator(mode="after")
     def _kept_weights_are_divided(self) -> ParallelConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -55,7 +55,8 @@ class Ranks:
     """The place of this process; `close()` when done.
 
     `rank` = `replicate_rank` x `shard_size` + `shard_rank`. `local_rank` and `local_world` count processes of this job
-    on this machine. `on_device`: whether data goes from device to device (NCCL), not through host memory.
+    on this machine. `on_device`: whether data goes from device to device (NCCL), not through host memory. `close` calls
+    what is in `on_close`.
 
     A process group that `open` has made ends with the last of the `Ranks` that use it. What ranks publish is seen by
     the same `Ranks` of the others only, the first, second, ... that each has opened: nothing of an engine that is
@@ -83,6 +84,7 @@ class Ranks:
         self.shard_size, self.replicate_size = grid(self.world, shard_size, replicate_size)
         self.replicate_rank, self.shard_rank = divmod(self.rank, self.shard_size)
         self.counters = Counters()
+        self.on_close: list[Callable[[], None]] = []
         self.closed = False
         self.on_device = device_kind == "cuda" and dist.get_backend() == "nccl"
         first = self.replicate_rank * self.shard_size
@@ -238,6 +240,8 @@ class Ranks:
         if self.closed:
             return
         self.closed = True
+        while self.on_close:
+            self.on_close.pop()()
         self._reach.close()
         self._open.discard(self)
         if not dist.is_initialized():

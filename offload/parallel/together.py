@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.batches import BatchTraining
+from offload.parallel.exits import watch
 from offload.parallel.job import launched_ranks
 from offload.parallel.kept import after_forward
+from offload.parallel.placing import place
 from offload.parallel.ranks import Ranks, grid
 from offload.parallel.replicas import compare, hash_weights
 from offload.parameters import ParameterRecord
@@ -47,12 +49,17 @@ def open_ranks(config: Config) -> Ranks | None:
         shard_size = int(local) if local.isdigit() else None
     replicate_size = None if parallel.replicate_size == "auto" else parallel.replicate_size
     check_settings(parallel, shard_size, replicate_size)
-    return Ranks.open(
+    ranks = Ranks.open(
         shard_size=shard_size,
         replicate_size=replicate_size,
         timeout=parallel.timeout,
         device_kind=device,
     )
+    if ranks is not None:
+        ranks.on_close.append(watch(ranks))
+        if parallel.place_ranks:
+            ranks.on_close.append(place(ranks.local_rank, ranks.local_world))
+    return ranks
 
 
 def check_settings(parallel: ParallelConfig, shard_size: int | None, replicate_size: int | None) -> None:
