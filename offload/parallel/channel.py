@@ -153,6 +153,7 @@ class Channel:
         try:
             current.run(self._collectives)
         except BaseException as caught:
+            self._since = time.monotonic()  # to find out about it takes a while too
             error = self._named(current.what, caught)
         with self._changed:
             self._current = None

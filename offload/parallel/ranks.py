@@ -25,7 +25,7 @@ from offload.parallel.reach import Reach
 _PREFIX = "offload"
 _FAILURE = "failure"
 _LOST = "lost"
-_REACH = 10.0  # seconds in which the store has to answer
+_REACH = 5.0  # seconds in which the store has to answer
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -222,8 +222,8 @@ class Ranks:
     def first_failure(self) -> str | None:
         """What the rank that failed first has said, here or through other `Ranks` that this process has open."""
         for ranks in [self, *self._open]:
-            if (said := ranks.look_up(_FAILURE)) is not None:
-                return said
+            if (said := ranks.look_up(_FAILURE)) is not None or ranks._reach.lost:
+                return said  # who cannot be reached once is not waited for again
         return None
 
     def report_loss(self, rank: int) -> int:

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Reach:
-    """Calls of a store, `limit` seconds each at most. After the first that does not come back, the store counts as
-    lost: its connection is shut down, and nothing waits again.
+    """Calls of a store, `limit` seconds each at most. After the first that fails, or does not come back, the store
+    counts as lost: its connection is shut down, and nothing waits again.
     """
 
     def __init__(self, store: Any, limit: float) -> None:
@@ -38,7 +38,7 @@ class Reach:
         answer = _Answer(function, self._store)
         thread = threading.Thread(target=answer.make, name="offload-reach", daemon=True)
         thread.start()
-        if not answer.there.wait(self._limit):
+        if not answer.there.wait(self._limit) or answer.failed:
             self.lost = True
             self._lines.cut()
         thread.join(self._limit)
@@ -53,13 +53,14 @@ class _Answer(Generic[T]):
     def __init__(self, function: Callable[[Any], T], store: Any) -> None:
         self._function, self._store = function, store
         self.value: T | None = None
+        self.failed = False
         self.there = threading.Event()
 
     def make(self) -> None:
         try:
             self.value = self._function(self._store)
         except Exception:  # a store that is gone raises many things
-            self.value = None
+            self.failed = True
         finally:
             del self._store
             self.there.set()

@@ -132,6 +132,30 @@ class TwoNodes:
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err, text=True)
             self._started.append(_Started(process, out, err, time.monotonic(), marked))
 
+    def said(self, node: int) -> str:
+        """What that node has written to its standard output so far."""
+        return os.pread(self._started[node].out.fileno(), 1 << 20, 0).decode()
+
+    def wait_for_ranks(self, timeout: float) -> list[Ended]:
+        """As `wait`, as soon as no rank is left. Launchers that are still there are killed: one whose rendezvous
+        is out of reach waits for the system to give up its connection, which takes a quarter of an hour.
+
+        Raises:
+            AssertionError: ranks were left after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while any(mark.processes(ranks=True) for mark in self.marks()):
+            if time.monotonic() > deadline:
+                return self.wait(0.0)
+            time.sleep(0.2)
+        grace = time.monotonic() + 5.0
+        while time.monotonic() < grace and any(started.process.poll() is None for started in self._started):
+            time.sleep(0.2)
+        for started in self._started:
+            if started.process.poll() is None:
+                started.process.kill()
+        return self.wait(10.0)
+
     def wait(self, timeout: float) -> list[Ended]:
         """What became of what was started, by node; whatever is not done after `timeout` seconds is killed.
 
@@ -159,11 +183,14 @@ class TwoNodes:
             found.append(Ended(returncode=code, stdout=texts[0], stderr=texts[1], seconds=seconds, left=left))
         self._started = []
         if stuck:
-            said = "\n".join(f"--- node {node}\n{e.stdout}\n{e.stderr}" for node, e in enumerate(found))
-            raise AssertionError(f"not done after {timeout:g} s:\n{said}")
+            raise AssertionError(f"not done after {timeout:g} s:\n{report(found)}")
         return found
 
 
 def report(ended: Sequence[Ended]) -> str:
     """All that was said, by node."""
-    return "\n".join(f"--- node {n}: {e.returncode} after {e.seconds:.0f} s\n{e.stderr}" for n, e in enumerate(ended))
+    said = []
+    for node, of_node in enumerate(ended):
+        lines = [line for line in of_node.stderr.splitlines() if not line.startswith("frame #")]
+        said.append("\n".join([f"--- node {node}: {of_node.returncode} after {of_node.seconds:.0f} s", *lines]))
+    return "\n".join(said)

@@ -7,25 +7,27 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
-from tests.ranks.harness import ROOT, free_port, run_torchrun
+from tests.ranks.harness import ROOT, run_torchrun
 
 PROGRAM = ["-m", "tests.ranks.loop_program"]
 
 
 def _by_hand(how: str) -> list[tuple[int, str]]:
-    """Exit status and errors by rank. No launcher, which would end the others before they can speak."""
-    port, processes = free_port(), []
+    """Exit status and errors by rank. No launcher, which would end the others before they can speak, but its store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(2):
             environment = {
                 **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
             command = [sys.executable, *PROGRAM, how]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        errors = [process.communicate(timeout=100)[1] for process in processes]
         return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
     finally:
         for process in processes:
@@ -50,9 +52,16 @@ def test_a_rank_that_is_over_ends_the_others(how: str) -> None:
     assert second == (3 if how == "exits" else 0)
 
 
+def test_ranks_that_wait_for_different_things_end_with_an_error_not_an_abort() -> None:
+    """Nobody closes the engines, whose threads wait for messages that never come."""
+    for status, said in _by_hand("diverges"):
+        assert status == 1 and "ranks do different things" in said, said
+        assert "terminate called" not in said
+
+
 @pytest.mark.parametrize("how", ["done", pytest.param("forgets", marks=pytest.mark.acceptance)])
 def test_an_end_that_is_meant(how: str) -> None:
-    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=60)
+    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=100)
     assert ended.returncode == 0 and not ended.left, ended.stderr
     assert ended.stdout.count("done") == 2
 
@@ -60,7 +69,7 @@ def test_an_end_that_is_meant(how: str) -> None:
 @pytest.mark.acceptance
 @pytest.mark.parametrize("how", ["raises", "raises-in-with", "exits", "leaves"])
 def test_a_launcher_ends_what_is_left(how: str) -> None:
-    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=60)
+    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=100)
     assert ended.returncode != 0 and not ended.left
     if how.startswith("raises"):
         assert "RuntimeError: the loader has no more" in ended.stderr
