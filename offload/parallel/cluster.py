@@ -54,7 +54,11 @@ class Cluster:
             self.gathering = Gathering(memory, ranks, gathers, kept=kept)
             units = _in_order_of_reduction(specs, states)
             self._names = {unit.index: unit.name for unit in residency.units}
-            self.reduction = Reduction(memory, ranks, reductions, units, self._names, division=division, wire=wire)
+            scattered = {spec.index for spec in specs if spec.kind == "container"}
+            scattered.update(index for spec in specs for index in spec.borrows)
+            self.reduction = Reduction(
+                memory, ranks, reductions, units, self._names, division=division, wire=wire, scattered=scattered
+            )
         except BaseException:
             self.close()
             raise

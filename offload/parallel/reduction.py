@@ -16,7 +16,7 @@ replicas of shards (hybrid) there are two such sums, the second one once a step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -39,7 +39,8 @@ CATEGORY = "gradients"
 
 class Reduction:
     """All reductions of one engine. `units`: the states of each unit's flats, by unit index, in the order of reduction;
-    `names`: of units, for messages.
+    `names`: of units, for messages; `scattered`: units that a model uses in several places, so that their gradients say
+    nothing about those of others.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class Reduction:
         *,
         division: Division,
         wire: torch.dtype,
+        scattered: Collection[int] = (),
     ) -> None:
         self._memory, self._ranks, self._channel = memory, ranks, channel
         self._units, self._names, self._division, self._wire = units, names, division, wire
+        self._scattered = frozenset(scattered)
         self._order: list[int] = []
         self._place: dict[int, int] = {}
         self._use_order(list(units))
@@ -110,7 +113,8 @@ class Reduction:
                 )
             self._late.add(index)
             return
-        self._send_until(self._place[index])
+        if index not in self._scattered:
+            self._send_until(self._place[index])
         while len(self._under_way) > AT_ONCE:
             self._wait_for_one()
 
