@@ -40,11 +40,13 @@ class Pending(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
 
-    def run(self, collectives: Collectives) -> None:
+    def run(self, collectives: Collectives, latency: float = 0.0) -> None:
         """On the channel's thread."""
         assert self._job is not None
         if self._before is not None:
             self._before()
+        if latency:
+            time.sleep(latency)
         self._result = self._job(collectives)
 
     def end(self, error: BaseException | None) -> None:
@@ -85,6 +87,7 @@ class Channel:
         self._since = 0.0
         self._error: BaseException | None = None
         self._closed = False
+        self._latency = 0.0  # seconds before every operation, to see what waits for them
         self._collectives = Collectives(ranks, allocate, self._tag)
         self._threads = [
             threading.Thread(
@@ -151,7 +154,7 @@ class Channel:
             self._since = time.monotonic()
         error: BaseException | None = None
         try:
-            current.run(self._collectives)
+            current.run(self._collectives, self._latency)
         except BaseException as caught:
             self._since = time.monotonic()  # to find out about it takes a while too
             error = self._named(current.what, caught)

@@ -76,6 +76,8 @@ class Reduction:
         """Whether the backwards that run belong to one window, which ends with the last of them."""
         self.early = division.stage >= 2
         """Whether units are reduced during backward."""
+        self.settle_local: Callable[[], None] = lambda: None
+        """Waits until this rank's own gradients are where they rest: a reduction reads them from another thread."""
         self.on_reduced: Callable[[int], None] | None = None
         """Called with the index of a unit whose gradients are final, in order."""
 
@@ -192,6 +194,7 @@ class Reduction:
     # One unit
 
     def _close_window(self) -> None:
+        self.settle_local()
         self._send_until(len(self._order))
         late, seen = sorted(self._late), list(self._seen)
         pending = self._channel.submit("reduce late gradients", partial(self._reduce_late, late, seen))
@@ -209,6 +212,8 @@ class Reduction:
             self._better = [*first, *(index for index in self._units if index not in first)]
 
     def _send_until(self, place: int) -> None:
+        if self._next < place:
+            self.settle_local()
         while self._next < place:
             index = self._order[self._next]
             self._next += 1

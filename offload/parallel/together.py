@@ -98,6 +98,7 @@ class Together(BatchTraining):
             wire=blueprint.wire,
             kept=blueprint.kept,
         )
+        cluster.reduction.settle_local = self._gradient_queue.drain
         try:
             hashes = cluster.all_of("compare first values", blueprint.hashes)
             compare(hashes, [blueprint.ranks.members("world")], "at the start")

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.common import TIERS, assert_equal, pairwise, product
+from swap.faults import FaultPlan
+from tests.engine.common import TIERS, Trace, assert_equal, pairwise, product
 from tests.ranks.harness import RankPool
-from tests.ranks.training import Run, expected_of, runs_of, trained_digest
+from tests.ranks.training import Run, expected_of, runs_of, trained, trained_digest
 
 PoolOf = Callable[[int], RankPool]
 STAGES = (0, 1, 2, 3)
@@ -65,6 +66,18 @@ FEWER = {
 @pytest.mark.parametrize("run", runs_of(pairwise(FEWER, seed=1), world=3, wide=True), ids=str)
 def test_three_ranks_of_a_wide_model(run: Run, pool_of: PoolOf, tmp_path: Path) -> None:
     check(run, pool_of(3), tmp_path)
+
+
+def slow(run: Run, folder: Path) -> Trace:
+    return trained(run, folder, faults=FaultPlan(seed=1).delay(0.02, operation="write"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_early_reductions_wait_for_gradients_on_their_way_to_the_disk(
+    stage: int, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    run = Run(world=2, stage=stage, gradients="nvme", schedule="eager", clip=False, wide=True)
+    assert_equal(pool_of(2).run(slow, run, tmp_path)[0], expected_of(run))
 
 
 HYBRID = {**FEWER, "stage": [1, 2, 3], "persistent": [0], "parameters": ["host", "nvme"], "optimizer": ["host", "nvme"]}

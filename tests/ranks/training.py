@@ -125,13 +125,13 @@ def own_folder(folder: Path) -> Path:
     return own
 
 
-def trained(run: Run, folder: Path) -> Trace:
-    """On a rank: the training with the engine."""
+def trained(run: Run, folder: Path, **options: Any) -> Trace:
+    """On a rank: the training with the engine; `options` of `tests.engine.common.running`."""
     torch.manual_seed(0)
     own, rank = own_folder(folder), dist.get_rank()
     losses: list[float] = []
     norms: list[float | None] = []
-    with running(decoder(wide=run.wide), case_of(run), own, **sections_of(run)) as engine:
+    with running(decoder(wide=run.wide), case_of(run), own, **sections_of(run), **options) as engine:
         for step in range(run.steps):
             mine = batches_of(run.world, run.micro, step)[rank]
             result = engine.train_batch([{"input_ids": ids, "labels": ids} for ids in mine])
