@@ -52,6 +52,7 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[s
 
 def run(rank: int, action: str, directory: str, file: str, port: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent's
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0 if action == "save" else 1)
@@ -86,4 +87,5 @@ def run(rank: int, action: str, directory: str, file: str, port: str) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(run, args=(*sys.argv[1:4], os.environ.get("FSDP_PORT", "29791")), nprocs=WORLD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(run, args=(*sys.argv[1:4], str(store.port)), nprocs=WORLD)

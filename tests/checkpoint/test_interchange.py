@@ -39,11 +39,10 @@ def free_port() -> str:
 def fsdp(action: str, directory: Path, file: Path) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, str(HERE / "fsdp_program.py"), action, str(directory), str(file)],
-        env={**os.environ, "FSDP_PORT": free_port()},
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, Any]] = torch.load(file)
@@ -68,6 +67,7 @@ def assert_holds(engine: offload.Engine, expected: dict[str, dict[str, Any]]) ->
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(600)
 def test_fsdp2_to_here_and_back(tmp_path: Path) -> None:
     expected = fsdp("save", tmp_path / "dcp", tmp_path / "held.pt")
     convert(tmp_path / "dcp", tmp_path / "ck", "--to", "checkpoint")

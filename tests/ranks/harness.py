@@ -15,7 +15,6 @@ import gc
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -335,15 +334,19 @@ def run_torchrun(
     timeout: float = 120.0,
     cwd: Path = ROOT,
     while_running: Callable[[Marked], None] | None = None,
+    apart: bool = False,
 ) -> Ended:
     """`torchrun --nproc_per_node nproc *args` in the repository; `while_running` is called beside it. After `timeout`
-    seconds everything is killed.
+    seconds everything is killed. `apart`: where possible with a loopback interface of its own.
 
     Raises:
         RanksStuckError: it did not end in time.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(nproc)]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), *args]
+    # The launcher takes a free port itself: one that was looked for could be another's by the time that it is used.
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *args]
+    if apart:
+        command = [sys.executable, str(ROOT / "tests" / "ranks" / "apart.py"), *command]
     marked = Marked()
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1",
@@ -406,14 +409,6 @@ class Marked:
             psutil.wait_procs(processes, timeout=2.0)
             if not processes:
                 return
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def test_the_formulas_are_those_of_the_table() -> None:
 
 
 def bench(name: str, nproc: int, *options: str) -> dict[str, object]:
-    ended = run_torchrun(["-m", "offload", "bench", name, "--json", *options], nproc=nproc, timeout=600)
+    ended = run_torchrun(["-m", "offload", "bench", name, "--json", *options], nproc=nproc, timeout=900, apart=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.left == []
     found: dict[str, object] = json.loads(ended.stdout)
