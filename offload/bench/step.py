@@ -26,6 +26,7 @@ import offload
 from offload.build import Blueprint, draw_up
 from offload.config import ConfigError, load_config
 from offload.models import Llama, parameter_count, presets
+from offload.parallel.job import without_launcher
 from offload.planner.floors import Floor, Rates, Work, disk_seconds, floor_of
 from offload.planner.machine import Disk, rates_of, stream_rate
 from offload.planner.work import Course, step_work
@@ -143,7 +144,7 @@ def in_process(contender: Contender, spec: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RuntimeError: it failed; the last line that it said.
     """
-    environment = dict(os.environ)
+    environment = without_launcher(os.environ)
     root = str(Path(offload.__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
     # A peer that compiles its operators finds the tools of its environment.

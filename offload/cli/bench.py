@@ -6,11 +6,15 @@ import click
 
 from offload.cli.bench_ranks import communication_command, memory_command
 from offload.cli.bench_step import step_command
+from offload.cli.single import on_one_rank
 
 
 @click.group("bench")
-def bench_group() -> None:
+@click.pass_context
+def bench_group(ctx: click.Context) -> None:
     """Measure this machine and what offload makes of it."""
+    if ctx.invoked_subcommand not in (None, "memory", "communication"):
+        on_one_rank(f"bench {ctx.invoked_subcommand}")
 
 
 bench_group.add_command(step_command)

@@ -19,6 +19,7 @@ try:
     from offload.cli.doctor import doctor_command
     from offload.cli.plan import plan_command
     from offload.cli.report import report_command
+    from offload.cli.single import on_one_rank
     from offload.cli.train import train_command
 except KeyboardInterrupt:
     # Ctrl-C in the first moments, before any command can handle it.
@@ -38,8 +39,11 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Train models whose training state does not fit in memory."""
+    if ctx.invoked_subcommand not in (None, "train", "bench"):
+        on_one_rank(ctx.invoked_subcommand)
     # The interpreter's last collection goes through all of torch, seconds on a busy machine, for garbage that goes with
     # the process anyway. A library must not decide this for others, whose files may hang on it; a command may.
     atexit.register(gc.freeze)

@@ -6,9 +6,9 @@ the model and the machine. Sizes are bytes once parsed.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from offload.config.describe import problems_of
 from offload.config.errors import ConfigError
@@ -172,10 +172,22 @@ class SwapConfig(Section):
     """Terabytes (10^12 bytes) that each drive may be written in its life, as its data sheet says."""
 
 
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):  # 1 and 0 to Python
+        raise ValueError("must be a number from 0 to 3, or FSDP's name of a stage")
+    return value
+
+
+Stage = Annotated[
+    Literal[0, 1, 2, 3, "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
+    BeforeValidator(_no_flag),
+]
+
+
 class ParallelConfig(Section):
     """How state is divided over ranks."""
 
-    stage: Literal[0, 1, 2, 3, "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] = 0
+    stage: Stage = 0
     """ZeRO's stage: 0 nothing is divided, 1 optimizer states, 2 gradients too, 3 parameters too. FSDP's names stand for
     0, 2 and 3; the hybrid ones for 3 and 2 within a machine, with replicas across machines."""
     shard_size: CountOrAuto = "auto"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,15 @@ def launched_ranks() -> int:
     """The number of processes that the launcher started, from its environment; 1 without one."""
     world = os.environ.get("WORLD_SIZE", "")
     return int(world) if world.isdigit() else 1
+
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""How the names of the variables begin that a launcher sets."""
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that takes no part in the job."""
+    return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHER)}
 
 
 class Job:

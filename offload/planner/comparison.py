@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.config import Config
+from offload.parallel.job import without_launcher
 from offload.telemetry import peak_rss_bytes
 from swap.geometry import format_bytes
 
@@ -30,7 +31,8 @@ def plan_apart(config: str | Path, overrides: Sequence[str]) -> dict[str, Any] |
     In this process the planner would leave behind what it loads, and memory is one of the things to compare.
     """
     root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    environment = without_launcher(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "offload", "plan", str(config), *overrides, "--json"]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT, check=False)

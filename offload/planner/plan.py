@@ -20,6 +20,7 @@ from offload.build import Blueprint, draw_up, weight_dtype
 from offload.config import Config, ConfigError, load_config
 from offload.errors import PlanError
 from offload.initialization import empty_init
+from offload.parallel.job import without_launcher
 from offload.planner.machine import (
     OperationCosts,
     disk_of,
@@ -335,7 +336,7 @@ def base_bytes(model: nn.Module) -> int:
     names = {type(module).__module__.partition(".")[0] for module in model.modules()}
     extra = sorted(name for name in names if name not in ("torch", "offload", "__main__", "builtins"))
     root = str(Path(__file__).resolve().parents[2])
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path[:1]])}
+    environment = without_launcher(os.environ) | {"PYTHONPATH": os.pathsep.join([root, *sys.path[:1]])}
     command = [sys.executable, "-c", _BASE_CODE, *extra]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
