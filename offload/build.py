@@ -8,7 +8,7 @@ import fnmatch
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from offload.placement import Limits, Plan, Request, make_plan
 from offload.planes import SlotQueue
 from offload.recipe import build_param_groups
 from offload.residency import ResidentFlat, Unit, adopt, orphan
+from offload.schedule.choice import takes_at_once
 from offload.state import FlatState
 from offload.tiers import Tier, TierMemory
 from offload.units import UnitSpec, split_units
@@ -226,6 +227,8 @@ def _draw_up(
         if config.parallel.limit_gathers != "auto":
             check_limit(config.parallel.limit_gathers, layouts, division)
         request = placement_request(config, specs, device, prefetch, division, wire, kept)
+        if ranks is None and takes_at_once(config, layouts):
+            request = replace(request, taken_at_once=True)
         plan = make_plan(layouts, fmt, accumulate, request, limits)
     except BaseException:
         device.close()

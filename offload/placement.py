@@ -56,7 +56,8 @@ class Request:
     automatic placement may use the device. `bounce`: host bytes that a swap store takes at most. `checksum`: whether it
     keeps checksums of everything on nvme in host memory. `division`: what this rank holds of divided planes; `wire`:
     the dtype in which gradients are reduced over ranks, None on a single one; `kept`: what stays of gathered weights
-    between forward and backward, as `offload.parallel.kept.after_forward` has it.
+    between forward and backward, as `offload.parallel.kept.after_forward` has it. `taken_at_once`: steps take the
+    gradients of a unit as soon as they are final, see [Note: gradients that never rest].
     """
 
     tiers: Mapping[str, str]
@@ -73,6 +74,7 @@ class Request:
     division: Division = WHOLE
     wire: torch.dtype | None = None
     kept: bool | int = True
+    taken_at_once: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,6 +278,8 @@ def make_plan(
     plan.add(Tier.DEVICE, "leases", _lease_bytes(units, request, plan, 0))
     if not request.aliases_host and any(p.optimizer is Tier.DEVICE for p in plan.flats.values()):
         plan.add(Tier.DEVICE, "step", STEP_SLOTS * slot_bytes)
+    if request.taken_at_once:
+        _shed_gradients(plan, limits)
     _check(plan, request, limits)
     _add_prefetch(plan, units, request, limits)
     return plan
@@ -420,6 +424,19 @@ def _lease_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | Non
     # The part of a unit that is kept may be on its way to the host when the next one is there.
     leaving = 0 if isinstance(request.kept, bool) or request.aliases_host else largest
     return held + together + prefetch * largest + leaving
+
+
+def _shed_gradients(plan: Plan, limits: Limits) -> None:
+    """[Note: gradients that never rest] An eager step takes the gradients of a unit while they are in memory, so the
+    room for all of them on nvme is only for loops other than `train_batch`, and not worth refusing a model for: it is
+    what the rest leaves. A loop that needs more meets a BudgetError.
+    """
+    kinds = plan.planned[str(Tier.NVME)]
+    if limits.nvme is not None and "gradients" in kinds:
+        over = max(0, plan.total(Tier.NVME) - limits.nvme)
+        kinds["gradients"] -= min(over, kinds["gradients"])
+        if not kinds["gradients"]:
+            del kinds["gradients"]
 
 
 def _add_prefetch(plan: Plan, units: Sequence[UnitLayout], request: Request, limits: Limits) -> None:

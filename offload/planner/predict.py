@@ -122,7 +122,7 @@ class Setting:
                 for place, count in ((tier, large), (Tier.HOST, flat.trainable_end - large)):
                     kinds = found[str(place)]
                     if count and "gradients" in kinds:
-                        kinds["gradients"] -= count * self.accumulate.itemsize
+                        kinds["gradients"] = max(0, kinds["gradients"] - count * self.accumulate.itemsize)
         return found
 
     def _leave_out_gathered(self, nvme: dict[str, int]) -> None:
@@ -132,7 +132,8 @@ class Setting:
                 if self.plan.flats[u, f].gradients is Tier.NVME and self.course.stays_in_memory(u):
                     one = self.course.micro_batches == 1 or flat.dtype == self.accumulate
                     width = flat.dtype.itemsize + (0 if one else self.accumulate.itemsize)
-                    nvme["gradients"] -= flat.shared_start * width
+                    left = nvme.get("gradients", 0) - flat.shared_start * width
+                    nvme["gradients"] = max(0, left)  # the placement plan may have left them out already
 
     def _leased(self) -> int:
         """Bytes of the weights that are on the device at once: of a unit, of the one before, which may be given up

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from offload.config import ConfigError
+from offload.config import Config, ConfigError
+from offload.config.schema import OptimizerConfig
+from offload.layout import UnitLayout
 from offload.tiers import Tier
 
 if TYPE_CHECKING:
@@ -32,17 +35,28 @@ class Schedule:
         return self.name == "barrier"
 
 
-def needs_norm(blueprint: Blueprint) -> str | None:
+def needs_norm(settings: OptimizerConfig, layouts: Sequence[UnitLayout]) -> str | None:
     """Which setting makes an update wait for all gradients, if one does."""
-    settings = blueprint.config.optimizer
     if settings.max_grad_norm is not None:
         return f"optimizer.max_grad_norm = {settings.max_grad_norm:g}"
-    flats = [flat for unit in blueprint.layouts for flat in unit.flats]
+    flats = [flat for unit in layouts for flat in unit.flats]
     if any(flat.trainable_end and flat.dtype == torch.float16 for flat in flats):
         return "fp16 with its loss scale"
     if settings.check_finite:
         return "optimizer.check_finite"
     return None
+
+
+def takes_at_once(config: Config, layouts: Sequence[UnitLayout]) -> bool:
+    """Whether steps of `train_batch` take every gradient while it is in memory: `eager`, with all micro-batches of a
+    unit one after the other.
+    """
+    schedule, tiers = config.schedule, config.placement
+    # What `auto` becomes where everything is asked to be on nvme; elsewhere it is known only once placed.
+    moves = tiers.optimizer == tiers.parameters == "nvme"
+    eager = schedule.optimizer_step == "eager" or (schedule.optimizer_step == "auto" and moves)
+    grouped = schedule.micro_batch_order == "layer_major" or (schedule.micro_batch_order == "auto" and moves)
+    return eager and grouped and needs_norm(config.optimizer, layouts) is None
 
 
 def choose_schedule(blueprint: Blueprint) -> Schedule:
@@ -51,7 +65,8 @@ def choose_schedule(blueprint: Blueprint) -> Schedule:
     Raises:
         ConfigError: `eager` where an update has to wait for the norm of all gradients.
     """
-    wanted, waits_for = blueprint.config.schedule.optimizer_step, needs_norm(blueprint)
+    config = blueprint.config
+    wanted, waits_for = config.schedule.optimizer_step, needs_norm(config.optimizer, blueprint.layouts)
     if wanted == "eager" and waits_for is not None:
         raise ConfigError(
             [

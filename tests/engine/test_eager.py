@@ -11,10 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.errors import GradientError, OffloadError
+import offload
+from offload.errors import GradientError, OffloadError, PlanError
 from offload.schedule.updates import Updates
+from swap.errors import BudgetError
 
-from .common import TIERS, Case, Trace, assert_equal, decoder, pairwise, placed, running, states_of, token_batches
+from .common import (
+    TIERS,
+    Case,
+    Trace,
+    assert_equal,
+    assert_states_equal,
+    config_of,
+    decoder,
+    pairwise,
+    placed,
+    running,
+    states_of,
+    token_batches,
+)
 
 FACTORS: dict[str, Any] = {
     "parameters": TIERS,
@@ -116,6 +131,31 @@ def test_gradients_for_nvme_never_go_there(swap_folder: Path) -> None:
             engine.train_batch([{"input_ids": ids, "labels": ids}] * 2)
         engine.synchronize()
         assert engine.counters()["nvme_write_bytes"] == 0
+
+
+def test_a_disk_without_room_for_gradients_is_enough(swap_folder: Path) -> None:
+    """The bits are those with room. A loop that lets gradients rest is told what there is no room for."""
+    ids = token_batches(1)[0]
+    batches = [{"input_ids": ids, "labels": ids}] * 2
+
+    def states(**memory: Any) -> dict[str, Any]:
+        with eager(decoder(wide=True), swap_folder, memory=memory) as engine:
+            for _ in range(3):
+                engine.train_batch(batches)
+            return states_of(engine)
+
+    with eager(decoder(wide=True), swap_folder) as engine:
+        planned = engine.memory().planned["nvme"]
+    least = planned["parameters"] + planned["optimizer"]
+    assert_states_equal(states(nvme=least), states())
+    with pytest.raises(PlanError, match=r"exceeds memory\.nvme"):
+        states(nvme=least - 1)
+    with eager(decoder(wide=True), swap_folder, memory={"nvme": least, "host": 1 << 20}) as engine:
+        assert "gradients" not in engine.memory().planned["nvme"]
+        with pytest.raises(BudgetError, match=r"gradient.*memory\.nvme"):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+    with pytest.raises(PlanError, match=r"exceeds memory\.nvme.*gradients"):
+        offload.initialize(decoder(wide=True), config_of(placed("cpu", "nvme"), swap_folder, memory={"nvme": least}))
 
 
 class Unsteady(nn.Module):
