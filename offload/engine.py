@@ -210,6 +210,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
 
     def _gradient_arrived(self, record: ParameterRecord, gradient: Tensor) -> None:
         if self._status is not Status.READY:
+            self._updates.report()  # the cause comes before its consequence
             raise GradientError(f"{record.name}: a gradient arrived while the engine is {self._status.value}")
         if record.name not in self._trainable:
             self._untrained_gradient(record)

@@ -486,9 +486,10 @@ class FlatGradients:
     def _shrink(self) -> None:
         if not self._taken and all(entry.held is Held.NOTHING for entry in self._entries.values()):
             for key, plane in list(self._planes.items()):
-                if plane.tier is not Tier.NVME:  # extents are kept: their disk space was promised to this run
+                # Extents are kept: their disk space was promised to this run. The optimizer's thread comes here when an
+                # update ends, and backward may call `rest` meanwhile: who takes a plane out is who frees it.
+                if plane.tier is not Tier.NVME and self._planes.pop(key, None) is not None:
                     plane.free()
-                    del self._planes[key]
 
     def close(self) -> None:
         self._late = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import GradientError, OffloadError, PlanError
+from offload.planes import Plane
 from offload.schedule.updates import Updates
 from swap.errors import BudgetError
 
@@ -131,6 +133,30 @@ def test_gradients_for_nvme_never_go_there(swap_folder: Path) -> None:
             engine.train_batch([{"input_ids": ids, "labels": ids}] * 2)
         engine.synchronize()
         assert engine.counters()["nvme_write_bytes"] == 0
+
+
+def test_an_update_that_ends_while_backward_lets_gradients_rest(
+    swap_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's thread and backward may both come to give back the memory in which gradients were gathered."""
+    ids, freed, met = token_batches(1)[0], Plane.free, []
+    where = {"parameters": "host", "optimizer": "host"}
+    with eager(decoder(wide=True), swap_folder, placement=where) as engine:
+        gradients = [state.gradients for state in engine._states.values() if state.gradients is not None]
+
+        def free(plane: Plane) -> None:
+            if threading.current_thread().name == "offload-optimizer":
+                met.append(plane)
+                for each in gradients:
+                    each.rest(engine._gradient_queue)
+            freed(plane)
+
+        monkeypatch.setattr(Plane, "free", free)
+        for _ in range(2):
+            engine.train_batch([{"input_ids": ids, "labels": ids}])
+        engine.synchronize()
+        assert met and engine.counters()["steps"] == 2
+        monkeypatch.undo()
 
 
 def test_a_disk_without_room_for_gradients_is_enough(swap_folder: Path) -> None:

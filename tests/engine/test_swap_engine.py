@@ -197,7 +197,8 @@ IN_FLIGHT = """
     if how == "exception":
         raise RuntimeError("on purpose")
     if how == "wait":
-        time.sleep(60)
+        for _ in range(600):  # a signal between the print and one long sleep would be seen after the sleep only
+            time.sleep(0.1)
 """
 
 
