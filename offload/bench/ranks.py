@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # ahead of any group: its functions' defaults would keep that one for ever
 
 import offload
 from offload.models import Llama, LlamaConfig

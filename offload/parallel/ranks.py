@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # ahead of any group: its functions' defaults would keep that one for ever
 from torch.distributed.rendezvous import rendezvous
 
 from offload.errors import ParallelError
@@ -98,7 +99,7 @@ class Ranks:
         own = dist.distributed_c10d.PrefixStore(str(common.add(f"opened/{self.rank}", 1)), common)
         self._reach = Reach(own, _REACH)
         before = listening() if before is None else before
-        self.messages = self._host_group(timeout)
+        self._messages: Any = self._host_group(timeout)
         self._lines = Lines.of_group(before, own, self.rank, self.world)
         if self.on_device:
             self._device_groups()
@@ -189,6 +190,17 @@ class Ranks:
         if self.on_device:
             self._make_device_groups(name, groups)
 
+    @property
+    def messages(self) -> Any:
+        """The group whose messages carry host tensors.
+
+        Raises:
+            ParallelError: these ranks are closed.
+        """
+        if self._messages is None:
+            raise ParallelError("the engine is closed")
+        return self._messages
+
     def members(self, group: str) -> list[int]:
         """Ranks of this rank's group `shard`, `replicate` or `world`, ascending."""
         return self._members[group]
@@ -244,13 +256,20 @@ class Ranks:
             self.on_close.pop()()
         self._reach.close()
         self._open.discard(self)
+        try:
+            self._leave()
+        finally:
+            self._messages = None  # a group lives, with its threads and connections, as long as anything refers to it
+            self._groups.clear()
+
+    def _leave(self) -> None:
         if not dist.is_initialized():
             return
         heir = next(iter(self._open), None)
         if self._owned and heir is None:
             own = [dist.group.WORLD]
         else:
-            own = [group for group in (self.messages, *self._groups.values()) if group is not dist.group.WORLD]
+            own = [group for group in (self._messages, *self._groups.values()) if group is not dist.group.WORLD]
             if heir is not None:
                 heir._owned = heir._owned or self._owned
         for group in own:
