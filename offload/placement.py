@@ -15,7 +15,7 @@ import torch
 from offload.errors import PlanError
 from offload.gradients import planned_bytes
 from offload.layout import WHOLE, Division, Flat, UnitLayout, ceil_to
-from offload.parallel.kept import SECONDARY, kept_bytes
+from offload.parallel.kept import GATHER, REDUCTION, SECONDARY, kept_bytes
 from offload.state import chunk_granule, staging_bytes_per_chunk, state_specs
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
@@ -248,7 +248,8 @@ def make_plan(
     }
     checksums = _checksum_bytes(sum(sizes.values())) if request.checksum and limits.nvme != 0 else 0
     reduction = _reduction_bytes(units, request, accumulate)
-    on_host = staging + bounce + shared + checksums + reduction
+    landing = _landing_bytes(units, request)
+    on_host = staging + bounce + shared + checksums + reduction + landing
     on_device = persistent + lease_room + in_step
     kept = kept_bytes(units, request.division, request.kept)
     on_device, on_host = (on_device + kept, on_host) if wants_device else (on_device, on_host + kept)
@@ -270,7 +271,8 @@ def make_plan(
             if request.division.divides_weights(flat) and not isinstance(request.kept, bool):
                 plan.add(Tier.DEVICE if tiers[0] is Tier.DEVICE else Tier.HOST, SECONDARY, flat.nbytes // request.kept)
     plan.add(Tier.HOST, "staging", staging)
-    plan.add(Tier.HOST, "reduction", reduction)
+    plan.add(Tier.HOST, REDUCTION, reduction)
+    plan.add(Tier.HOST, GATHER, landing)
     if plan.total(Tier.NVME):
         plan.add(Tier.HOST, "bounce", request.bounce)
         if request.checksum:
@@ -389,16 +391,27 @@ def _shared_gradients(units: Sequence[UnitLayout], request: Request, accumulate:
 
 
 def _reduction_bytes(units: Sequence[UnitLayout], request: Request, accumulate: torch.dtype) -> int:
-    """Host bytes of units whose gradients are being reduced over ranks: one that is sent, one that arrives."""
+    """Host bytes of units whose gradients are being reduced over ranks: what is sent, what arrives, the sum in fp32."""
     if request.wire is None:
         return 0
     per_unit = []
     for unit in units:
         flats = [flat for flat in unit.flats if flat.trainable_end]
-        sent = max((2 * flat.padded * request.wire.itemsize for flat in flats), default=0)
+        sent = max(
+            (2 * flat.padded * request.wire.itemsize + 4 * flat.padded // request.division.size for flat in flats),
+            default=0,
+        )
         own = sum(planned_bytes(f.dtype, f.trainable_end, accumulate) for f in flats)
         per_unit.append(sent + (own if request.division.stage >= 2 else 0))
     return sum(sorted(per_unit)[-2:])
+
+
+def _landing_bytes(units: Sequence[UnitLayout], request: Request) -> int:
+    """Host bytes of weights that other ranks send and that cannot arrive in place: the largest flat, one at a time."""
+    at_hand = request.division.stage >= 3 or request.tiers["parameters"] in ("device", "host")
+    if request.aliases_host and at_hand:
+        return 0
+    return max((f.nbytes for unit in units for f in unit.flats if request.division.divides(f)), default=0)
 
 
 def _load_bytes(units: Sequence[UnitLayout], request: Request, plan: Plan | None, index: int) -> int:

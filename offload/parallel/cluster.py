@@ -13,7 +13,7 @@ from offload.layout import BLOCK, Division, Slot, ceil_to
 from offload.parallel.channel import Channel
 from offload.parallel.collectives import Collectives
 from offload.parallel.gather import Gathering
-from offload.parallel.kept import SECONDARY
+from offload.parallel.kept import GATHER, REDUCTION, SECONDARY
 from offload.parallel.ranks import Ranks
 from offload.parallel.reduction import Reduction
 from offload.parameters import ParameterRecord
@@ -72,7 +72,8 @@ class Cluster:
         return self._further[name]
 
     def _open(self, name: str) -> Channel:
-        channel = Channel(name, self.ranks, lambda n, dtype: self._memory.host(n, dtype, "communication"))
+        kind = {"gather": GATHER, "reduce": REDUCTION}.get(name, "exchange")
+        channel = Channel(name, self.ranks, lambda n, dtype: self._memory.host(n, dtype, kind))
         self._channels.append(channel)
         return channel
 

@@ -15,7 +15,7 @@ from offload.layout import Flat
 from offload.parallel.channel import Channel
 from offload.parallel.collectives import Collectives
 from offload.parallel.flight import InFlight
-from offload.parallel.kept import SECONDARY, Copying, KeptShard, shard_of
+from offload.parallel.kept import GATHER, SECONDARY, Copying, KeptShard, shard_of
 from offload.parallel.ranks import Ranks
 from offload.planes import Completion, Plane
 from offload.residency import ResidentFlat, Unit
@@ -80,7 +80,7 @@ class Gathering:
             collectives.all_gather_(buffer, "shard", CATEGORY)
             return
         lo, hi = plane.base, plane.end
-        landed = self._memory.host(flat.padded, flat.dtype, "communication", f"weights of {flat.unit}")
+        landed = self._memory.host(flat.padded, flat.dtype, GATHER, f"weights of {flat.unit}")
         after = () if allocated is None else (allocated,)
         self._memory.copy_out(landed[lo:hi], buffer[lo:hi], after=after).wait()
         collectives.all_gather_(landed, "shard", CATEGORY)
@@ -125,7 +125,7 @@ class Gathering:
                 memory.copy_in(buffer[lo:hi], kept.tensor, after=after).wait()
             collectives.all_gather_(buffer, SECONDARY, AGAIN)
             return
-        landed = memory.host(flat.padded, flat.dtype, "communication", f"weights of {flat.unit}")
+        landed = memory.host(flat.padded, flat.dtype, GATHER, f"weights of {flat.unit}")
         if kept.tensor.device == landed.device:
             landed[lo:hi].copy_(kept.tensor)
         else:
@@ -149,7 +149,7 @@ class Gathering:
             assert plane.tensor is not None
             collectives.all_gather_(plane.tensor, "shard", CATEGORY)
             return
-        landed = memory.host(flat.padded, flat.dtype, "communication", f"new weights of {flat.unit}")
+        landed = memory.host(flat.padded, flat.dtype, GATHER, f"new weights of {flat.unit}")
         _by_chunks(plane.read, landed, lo, hi, state.chunk)
         collectives.all_gather_(landed, "shard", CATEGORY)
         _by_chunks(plane.write, landed, 0, lo, state.chunk)

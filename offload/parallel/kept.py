@@ -16,6 +16,8 @@ from offload.planes import Completion
 
 SECONDARY = "secondary"
 """The group of ranks, and the kind of memory."""
+GATHER, REDUCTION = "gather", "reduction"
+"""Kinds of memory: weights and gradients on their way between ranks."""
 
 
 def after_forward(wanted: bool | int, shard_size: int) -> bool | int:

@@ -26,6 +26,7 @@ from offload.errors import GradientError
 from offload.layout import Division, Flat
 from offload.parallel.channel import Channel, Pending
 from offload.parallel.collectives import Collectives
+from offload.parallel.kept import REDUCTION
 from offload.parallel.ranks import Ranks
 from offload.parameters import ParameterRecord
 from offload.planes import SlotQueue
@@ -256,8 +257,8 @@ class Reduction:
 
     def _buffer(self, flat: Flat) -> Tensor:
         if self._ranks.on_device:
-            return self._memory.on_device(flat.padded, self._wire, "communication", f"gradients of {flat.unit}")
-        return self._memory.host(flat.padded, self._wire, "reduction", f"gradients of {flat.unit}")
+            return self._memory.on_device(flat.padded, self._wire, REDUCTION, f"gradients of {flat.unit}")
+        return self._memory.host(flat.padded, self._wire, REDUCTION, f"gradients of {flat.unit}")
 
     def _store(
         self, state: FlatState, part: Tensor, start: int, names: set[str], *, replace: bool, on_device: bool
@@ -266,7 +267,7 @@ class Reduction:
         assert gradients is not None
         state.wait_update()  # of an earlier step, which uses what rested here
         if gradients.tier is Tier.DEVICE and not memory.device.aliases_host and not on_device:
-            landed = memory.on_device(part.numel(), part.dtype, "communication", f"gradients of {state.flat.unit}")
+            landed = memory.on_device(part.numel(), part.dtype, REDUCTION, f"gradients of {state.flat.unit}")
             memory.copy_in(landed, part).wait()
             part = landed
         for slot in gradients.flat.slots:
@@ -287,7 +288,7 @@ class Reduction:
             start, stop = state.division.owned(state.flat)
             if not names:
                 continue
-            send = self._memory.host(stop - start, self._wire, "reduction", f"gradients of {state.flat.unit}")
+            send = self._memory.host(stop - start, self._wire, REDUCTION, f"gradients of {state.flat.unit}")
             state.gradients.fill(send, self._queue, origin=start)
             scale = 1.0 / self._ranks.replicate_size
             part = collectives.all_reduce(send, "replicate", CATEGORY, scale=scale)

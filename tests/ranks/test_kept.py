@@ -116,8 +116,10 @@ def test_traffic_and_memory_are_those_of_the_formula(
             assert forward["host"].get("secondary", 0) == (whole // 2 if kept is not True and kept == 2 else 0)
             assert forward["device"].get("leases", 0) == (whole if kept is False else 0)
             assert backward == (0, 0)
-        for tier, kind in (("host", "secondary"), ("device", "leases")):
+        kinds = (("host", "secondary"), ("device", "leases"), ("host", "gather"), ("host", "reduction"))
+        for tier, kind in kinds:
             assert found["peak"][tier].get(kind, 0) <= found["planned"][tier].get(kind, 0), kind
+        assert found["peak"]["host"]["reduction"] and bool(found["peak"]["host"].get("gather")) == (device == "sim")
 
 
 def refused(folder: Path) -> str:
