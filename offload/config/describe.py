@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from offload.config.deepspeed import aio_equivalent
+from offload.config.deepspeed import equivalent
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -50,7 +50,7 @@ def _line(detail: ErrorDetails, model: type[BaseModel]) -> str:
     kind, value = detail["type"], detail["input"]
     context: Mapping[str, Any] = detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return aio_equivalent(value) if key == "aio" else _unknown(key, location, model)
+        return equivalent(key, value) or _unknown(key, location, model)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{key} = {_shown(value)}: must be a section with keys of its own, like [{key}]"
     if kind in _LIMITS:
