@@ -86,7 +86,7 @@ class RanksStuckError(AssertionError):
 class RankPool:
     """`world` processes that wait for functions to call. `close()` when done; a context manager too."""
 
-    def __init__(self, world: int, *, timeout: float = 60.0) -> None:
+    def __init__(self, world: int, *, timeout: float = 150.0) -> None:
         self.world, self.timeout = world, timeout
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -331,7 +331,7 @@ def run_torchrun(
     *,
     nproc: int,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     cwd: Path = ROOT,
     while_running: Callable[[Marked], None] | None = None,
     apart: bool = False,

@@ -32,7 +32,7 @@ def bench(name: str, nproc: int, *options: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.acceptance), 2])
 def test_memory(nproc: int) -> None:
     rows = bench("memory", nproc, "--layers", "4")["stages"]
     assert [row["stage"] for row in rows] == [0, 1, 2, 3]  # type: ignore[attr-defined]

@@ -244,7 +244,7 @@ def closes_without() -> float:
 
 
 def test_closing_does_not_wait_for_a_peer_that_is_gone(pool_of: PoolOf) -> None:
-    assert pool_of(2).run(closes_without)[0] < 20
+    assert pool_of(2).run(closes_without)[0] < 55  # the timeout is 60 s
 
 
 def interrupted() -> None:

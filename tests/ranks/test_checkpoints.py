@@ -285,7 +285,7 @@ def test_a_rank_killed_in_a_save(pool_of: PoolOf, tmp_path: Path) -> None:
     began = time.monotonic()
     outcomes = pool_of(2).outcomes(killed_in_a_save, str(tmp_path), 0)
     assert outcomes[1].exit == -signal.SIGKILL and outcomes[0].failed
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 200  # long before the timeout
     left = tmp_path / "ck" / "step-00000002"
     if not left.exists():  # rank 0 may have had the time to tidy up; another end leaves files
         shutil.copytree(tmp_path / "ck" / "step-00000001", left)

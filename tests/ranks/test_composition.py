@@ -91,7 +91,7 @@ def check(
         blocks(mine)
     case = placed("cpu", on_tier, dtype=dtype)
     sections = {
-        "parallel": {"stage": stage, "timeout": 30.0},
+        "parallel": {"stage": stage, "timeout": 120.0},
         "schedule": {"micro_batch_order": "batch_major"},
         "precision": {"initial_loss_scale": SCALE},
         "units": {"wrap": wrap},
@@ -194,7 +194,7 @@ def blocks(stage: int, folder: Path, kind: str) -> None:
     mine = decoder()
     compile_blocks(mine) if kind == "compiled" else checkpoint_blocks(mine, reentrant=kind == "reentrant")
     with running(
-        mine, placed("cpu", "host"), own_folder(folder), max_grad_norm=None, parallel={"stage": stage, "timeout": 60.0}
+        mine, placed("cpu", "host"), own_folder(folder), max_grad_norm=None, parallel={"stage": stage, "timeout": 120.0}
     ) as engine:
         for step in range(2):
             everything = token_batches(world, seed=step)
@@ -227,7 +227,7 @@ def by_hand(stage: int, folder: Path) -> None:
     twin = RankReference(decoder(), policy, loss=lambda model, ids: 2 * cross_entropy(model, ids))
     with running(
         decoder(), placed("cpu", "host"), own_folder(folder), max_grad_norm=None,
-        parallel={"stage": stage, "timeout": 30.0},
+        parallel={"stage": stage, "timeout": 120.0},
     ) as engine:  # fmt: skip
         by_rank = [token_batches(2, seed=r) for r in range(world)]
         with engine.no_sync():
@@ -278,7 +278,7 @@ def overflowing(stage: int, folder: Path) -> list[tuple[bool, float]]:
     settings = {"initial_loss_scale": 64.0, "loss_scale_window": 2, "hysteresis": 2, "min_loss_scale": 16.0}
     with running(
         decoder(), placed("cpu", "nvme", dtype="fp16"), own_folder(folder), max_grad_norm=None, precision=settings,
-        parallel={"stage": stage, "timeout": 30.0},
+        parallel={"stage": stage, "timeout": 120.0},
     ) as engine:  # fmt: skip
         for step, overflow in enumerate(OVERFLOWS):
             before = states_of(engine) if overflow else None

@@ -27,7 +27,7 @@ def _by_hand(how: str) -> list[tuple[int, str]]:
             }  # fmt: skip
             command = [sys.executable, *PROGRAM, how]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-        errors = [process.communicate(timeout=100)[1] for process in processes]
+        errors = [process.communicate(timeout=200)[1] for process in processes]
         return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
     finally:
         for process in processes:
@@ -61,7 +61,7 @@ def test_ranks_that_wait_for_different_things_end_with_an_error_not_an_abort() -
 
 @pytest.mark.parametrize("how", ["done", pytest.param("forgets", marks=pytest.mark.acceptance)])
 def test_an_end_that_is_meant(how: str) -> None:
-    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=100)
+    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=200)
     assert ended.returncode == 0 and not ended.left, ended.stderr
     assert ended.stdout.count("done") == 2
 
@@ -69,7 +69,7 @@ def test_an_end_that_is_meant(how: str) -> None:
 @pytest.mark.acceptance
 @pytest.mark.parametrize("how", ["raises", "raises-in-with", "exits", "leaves"])
 def test_a_launcher_ends_what_is_left(how: str) -> None:
-    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=100)
+    ended = run_torchrun([*PROGRAM, how], nproc=2, timeout=200)
     assert ended.returncode != 0 and not ended.left
     if how.startswith("raises"):
         assert "RuntimeError: the loader has no more" in ended.stderr

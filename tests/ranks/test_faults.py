@@ -65,7 +65,7 @@ def _raise(*_: Any) -> None:
 
 def ended(pool: RankPool, where: str, stage: int, folder: Path) -> list[Outcome]:
     began = time.monotonic()
-    outcomes = pool.outcomes(training, where, stage, folder, timeout=50.0)
+    outcomes = pool.outcomes(training, where, stage, folder, timeout=120.0)
     print(where, stage, f"{time.monotonic() - began:.1f} s", *(o.message for o in outcomes), sep="\n  ")
     assert all(outcome.failed for outcome in outcomes)
     assert all(outcome.left == () for outcome in outcomes), "threads or files are left behind"

@@ -110,7 +110,7 @@ from offload.parallel.channel import Channel
 from offload.parallel.ranks import Ranks
 
 def opened():
-    return Ranks.open(shard_size=None, replicate_size=None, timeout=20.0, device_kind="cpu")
+    return Ranks.open(shard_size=None, replicate_size=None, timeout=120.0, device_kind="cpu")
 
 def tell(ranks, name):
     channel = Channel(name, ranks, lambda n, dtype: torch.empty(n, dtype=dtype))
@@ -136,6 +136,6 @@ print("done\\n", end="")  # in one piece: the other rank writes to the same file
 
 def test_the_process_group_lives_as_long_as_anybody_uses_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(OWNED)
-    ended = run_torchrun(["--no-python", sys.executable, str(tmp_path / "program.py")], nproc=2, timeout=60)
+    ended = run_torchrun(["--no-python", sys.executable, str(tmp_path / "program.py")], nproc=2, timeout=240)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["done", "done"] and ended.left == []

@@ -30,7 +30,7 @@ def engine_losses(stage: int, dtype: str, steps: int, folder: Path) -> list[floa
     torch.manual_seed(0)
     losses = []
     with running(
-        decoder(), placed("cpu", "host", dtype=dtype), own_folder(folder), parallel={"stage": stage, "timeout": 30.0}
+        decoder(), placed("cpu", "host", dtype=dtype), own_folder(folder), parallel={"stage": stage, "timeout": 120.0}
     ) as engine:
         for step in range(steps):
             ids = shares(step)

@@ -88,7 +88,12 @@ def batches_of(world: int, micro: int, step: int) -> list[list[Tensor]]:
 
 def sections_of(run: Run) -> dict[str, Any]:
     """What `tests.engine.common.running` needs beside a case."""
-    parallel: dict[str, Any] = {"stage": run.stage, "timeout": 30.0, "accumulate": run.accumulate, "place_ranks": False}
+    parallel: dict[str, Any] = {
+        "stage": run.stage,
+        "timeout": 120.0,
+        "accumulate": run.accumulate,
+        "place_ranks": False,
+    }
     if run.shard is not None:
         parallel["shard_size"] = run.shard
     if run.stage == 3:
