@@ -246,7 +246,7 @@ def counted(limit: int | str, ahead: int, device: str, folder: Path) -> tuple[li
         return peaks, most, largest, states_of(engine)
 
 
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["sim", pytest.param("cpu", marks=pytest.mark.acceptance)])
 def test_gathers_in_flight_stay_below_the_limit(device: str, pool_of: PoolOf, tmp_path: Path) -> None:
     """In steps 3 and 4 the order of units is known, so the peak is the limit, or what is loaded ahead without one."""
     unit = pool_of(4).run(counted, "auto", 0, device, tmp_path)[0][2]

@@ -27,7 +27,7 @@ from tests.ranks.harness import RankPool
 from tests.ranks.training import Run, case_of, own_folder, sections_of
 
 PoolOf = Callable[[int], RankPool]
-BLOCKS, WIDTH, STRIDE = 12, 64, 61
+BLOCKS, WIDTH, STRIDE = 8, 64, 61
 UNITS = BLOCKS + 1
 """The blocks and what the model itself owns."""
 
@@ -214,7 +214,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_the_search_finds_what_stage_0_holds(pool_of: PoolOf, tmp_path: Path) -> None:
-    for found in pool_of(2).run(watched, 0, True, 1, tmp_path):
+    for found in pool_of(2).run(watched, 0, True, 1, tmp_path, timeout=100):
         assert found["looks"] > 4 * UNITS
         assert found["most"]["weights"] == 1.0
         assert found["backward"]["own gradients"] == 1.0
@@ -225,7 +225,7 @@ def test_stage_2_never_holds_all_gradients(pool_of: PoolOf, tmp_path: Path) -> N
     """Whole ones are there for the unit that they arrive in and the three whose reduction is under way or about to be;
     of the sums over ranks, this rank's half.
     """
-    for found in pool_of(2).run(watched, 2, True, 1, tmp_path):
+    for found in pool_of(2).run(watched, 2, True, 1, tmp_path, timeout=100):
         assert found["most"]["weights"] == 1.0
         assert 0 < found["most"]["own gradients"] <= 4.5 / UNITS, found
         assert 0.45 < found["most"]["mean gradients"] <= 0.5 + 2.5 / UNITS, found
@@ -236,7 +236,7 @@ def test_stage_3_never_holds_all_weights(ahead: int, pool_of: PoolOf, tmp_path: 
     """Beside this rank's half there are the unit that computes, those that are loaded ahead, and what the model itself
     owns.
     """
-    for found in pool_of(2).run(watched, 3, True, ahead, tmp_path):
+    for found in pool_of(2).run(watched, 3, True, ahead, tmp_path, timeout=100):
         there = 2 + ahead + 0.5
         assert 0.5 < found["most"]["weights"] <= 0.5 + 0.5 * there / UNITS, found
         assert found["device"] <= (2 + ahead) / UNITS + 0.02, found
@@ -246,5 +246,5 @@ def test_stage_3_never_holds_all_weights(ahead: int, pool_of: PoolOf, tmp_path: 
 
 def test_kept_shards_are_no_more_than_they_say(pool_of: PoolOf, tmp_path: Path) -> None:
     """A quarter is this rank's own, and half is what it keeps for the backward; both of four ranks may lie apart."""
-    for found in pool_of(4).run(watched, 3, 2, 1, tmp_path):
+    for found in pool_of(4).run(watched, 3, 2, 1, tmp_path, timeout=100):
         assert 0.5 < found["most"]["weights"] <= 0.75 + 0.25 * 3.5 / UNITS, found
