@@ -420,6 +420,7 @@ def open_store(config: Config, memory: TierMemory, nbytes: int, faults: FaultPla
         block=swap.block if swap.block != "auto" else tuning.block if tuning else None,
         queue_depth=swap.queue_depth if swap.queue_depth != "auto" else tuning.queue_depth if tuning else None,
         weights=tuning.weights if tuning else None,
+        burst=swap.burst if swap.burst != "auto" else tuning.burst if tuning else 0,
         direct=swap.direct,
         timeout=swap.timeout,
         checksum=swap.checksum,

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from swap.geometry import format_bytes
 
-INTERFACE = 1
+INTERFACE = 2
 
 _CAP_IPC_LOCK = 14
 

@@ -53,7 +53,8 @@ class SwapStore:
     """Swap files under ``paths`` (existing directories) and the extents in them. Thread-safe.
 
     - ``engine``: "auto", "io_uring", "threads" or "aiofiles"; ``block``: bytes per request to the kernel;
-      ``queue_depth``: blocks in flight per path; ``timeout``: seconds without an answer that are an error (0: never).
+      ``queue_depth``: blocks in flight per path; ``timeout``: seconds without an answer that are an error (0: never);
+      ``burst``: bytes read, or written, before the other direction has its turn (0: priorities alone decide).
     - ``capacity``: bytes that the store may take on all paths together; free space for them is checked here.
     - ``budget``: charged on its "nvme" tier for every extent, on "host" for the few bounce pages.
     - ``direct``: "auto" probes O_DIRECT path by path; True insists on it; False never uses it.
@@ -80,6 +81,7 @@ class SwapStore:
         queue_depth: int | None = None,
         direct: str | bool = "auto",
         timeout: float | None = None,
+        burst: int = 0,
         checksum: bool = False,
         endurance: int | None = None,
         weights: Sequence[float] | None = None,
@@ -92,6 +94,8 @@ class SwapStore:
         roots = _check_arguments(paths, engine, capacity, block, queue_depth, direct)
         if timeout < 0:
             raise ValueError(f"swap.timeout must not be negative, got {timeout}")
+        if burst < 0:
+            raise ValueError(f"swap.burst must not be negative, got {burst}")
         self._paths = tuple(str(root) for root in roots)
         if endurance is not None and endurance <= 0:
             raise ValueError(f"swap.endurance_tbw must be positive, got {endurance} bytes")
@@ -104,7 +108,7 @@ class SwapStore:
         # The core knows nothing of this object: a store that was forgotten is closed by the finalizer.
         self._finalizer = weakref.finalize(self, self._core.close)
         try:
-            self._core.open(roots, direct, capacity, engine, queue_depth, timeout, owner)
+            self._core.open(roots, direct, capacity, engine, queue_depth, timeout, burst, owner)
         except BaseException:
             self.close()
             raise
@@ -333,6 +337,7 @@ class _Core:
         engine: str,
         depth: int,
         timeout: float,
+        burst: int,
         owner: str,
     ) -> None:
         for root in roots:
@@ -356,6 +361,7 @@ class _Core:
             block=self.block,
             owner=owner or "store",
             timeout=timeout,
+            burst=burst,
         )
         for file in self.files:
             self._engine.add_file(file)

@@ -17,6 +17,7 @@ from typing import Any
 
 from swap.budget import Budget
 from swap.engines import resolve_engine
+from swap.engines.protocol import BURST
 from swap.errors import BudgetError, SwapError, SwapPathError
 from swap.geometry import PAGE, format_bytes
 from swap.measure import PATTERNS, Bench, Setting, mixing_penalty
@@ -34,6 +35,9 @@ MOST_DEPTH = max(depth for _, depth in _CANDIDATES)
 _CLEARLY_BETTER = 1.1
 """More bytes in flight must gain this factor to be taken: they cost memory and delay what is behind them."""
 
+_HURTS = 1.25
+"""A mixing penalty above this: reads and writes at once take clearly longer than one after the other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveProbe:
@@ -50,11 +54,12 @@ class DriveProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """For a store on several paths: block and depth that suit all of them, and each path's share."""
+    """For a store on several paths: block, depth and burst that suit all of them, and each path's share."""
 
     block: int
     queue_depth: int
     weights: tuple[float, ...]
+    burst: int
     drives: tuple[DriveProbe, ...]
 
 
@@ -87,6 +92,7 @@ def tune(
         block=max(drive.block for drive in drives),
         queue_depth=max(drive.queue_depth for drive in drives),
         weights=tuple(drive.mixed_bytes_per_s for drive in drives),
+        burst=BURST if any(drive.mixing_penalty > _HURTS for drive in drives) else 0,
         drives=tuple(drives),
     )
 

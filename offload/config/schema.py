@@ -162,6 +162,9 @@ class SwapConfig(Section):
     block: PositiveSizeOrAuto = "auto"
     """Bytes of one I/O request."""
     queue_depth: CountOrAuto = "auto"
+    burst: SizeOrAuto = "auto"
+    """Bytes read, or written, before the other direction has its turn; 0 for none. ``auto``: 64 MiB where the probe of
+    a drive finds reads and writes at once slower than one after the other, else 0."""
     direct: FlagOrAuto = "auto"
     """O_DIRECT; ``auto`` probes each path."""
     checksum: bool = False

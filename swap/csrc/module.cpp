@@ -74,13 +74,15 @@ void bind_io_uring(nb::module_& m) {
         .def("finish", &Driver::finish)
         .def("counters", &counters);
     // (driver, 0, "") or (None, errno, the step that failed)
-    m.def("start", [](unsigned depth, std::uint64_t block, double timeout, bool intercept, bool registered) {
+    m.def("start", [](unsigned depth, std::uint64_t block, double timeout, bool intercept, bool registered,
+                      std::uint64_t burst) {
         Options options;
         options.depth = depth;
         options.block = block;
         options.timeout_ns = static_cast<std::int64_t>(timeout * 1e9);
         options.intercept = intercept;
         options.registered = registered;
+        options.burst = burst;
         auto driver = std::make_shared<Driver>(options);
         std::string stage;
         const int error = driver->start(&stage);
@@ -95,7 +97,7 @@ void bind_io_uring(nb::module_& m) {
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an interpreter that exits on a signal may keep objects alive; that is no leak of ours
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    m.attr("interface") = 1;  // swap/native.py refuses another number
+    m.attr("interface") = 2;  // swap/native.py refuses another number
     m.def("crc32c_method", &crc32c_method);
     m.def("crc32c_pages", [](Address data, std::size_t nbytes, std::size_t page, Address out) {
         crc32c_pages(reinterpret_cast<const void*>(data), nbytes, page, reinterpret_cast<std::uint32_t*>(out));

@@ -134,7 +134,7 @@ bool Driver::submit(std::uint64_t id, int fd, bool write, std::uint64_t offset, 
     transfer->sequence = sequence_++;
     transfer->place = arrived_ + priority * kPatience;
     arrived_ += static_cast<std::int64_t>(nbytes);
-    queue_.emplace(transfer->place, transfer->sequence, transfer.get());
+    line_of(*transfer).emplace(transfer->place, transfer->sequence, transfer.get());
     transfers_.emplace(id, std::move(transfer));
     wake();
     return true;
@@ -143,8 +143,10 @@ bool Driver::submit(std::uint64_t id, int fd, bool write, std::uint64_t offset, 
 std::size_t Driver::cancel() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<Transfer*> waiting;
-    for (const Key& key : queue_) waiting.push_back(std::get<2>(key));
-    queue_.clear();
+    for (Line& line : lines_) {
+        for (const Key& key : line) waiting.push_back(std::get<2>(key));
+        line.clear();
+    }
     for (Transfer* transfer : waiting) {
         if (!transfer->failed) {
             transfer->failed = true;
@@ -255,9 +257,30 @@ void Driver::run() {
     post(event);
 }
 
+// The line to serve: that of the most urgent transfer, but with bursts the same one until so many bytes are served that
+// the other has its turn. RequestQueue of engines/queue.py does the same.
+Driver::Line* Driver::next_line() {
+    Line& reads = lines_[0];
+    Line& writes = lines_[1];
+    if (reads.empty() && writes.empty()) return nullptr;
+    if (reads.empty() || writes.empty()) {
+        const std::size_t only = reads.empty() ? 1 : 0;
+        if (direction_ != only) served_ = 0;
+        direction_ = only;
+    } else if (options_.burst == 0) {
+        direction_ = *writes.begin() < *reads.begin() ? 1 : 0;
+    } else if (served_ >= options_.burst) {
+        direction_ = 1 - direction_;
+        served_ = 0;
+    }
+    return &lines_[direction_];
+}
+
 void Driver::fill() {
-    while (!free_blocks_.empty() && !queue_.empty()) {
-        const Key key = *queue_.begin();
+    while (!free_blocks_.empty()) {
+        Line* line = next_line();
+        if (line == nullptr) return;
+        const Key key = *line->begin();
         Transfer* transfer = std::get<2>(key);
         const unsigned index = free_blocks_.back();
         free_blocks_.pop_back();
@@ -268,7 +291,8 @@ void Driver::fill() {
         block.nbytes = std::min(options_.block, transfer->nbytes - transfer->issued);
         transfer->issued += block.nbytes;
         ++transfer->outstanding;
-        if (transfer->issued == transfer->nbytes) queue_.erase(key);
+        served_ += block.nbytes;
+        if (transfer->issued == transfer->nbytes) line->erase(key);
         block.started = now_ns();
         begin(index);
     }
@@ -391,7 +415,7 @@ void Driver::fail(unsigned index, int error, Detail detail) {
     event.moved = blocks_[index].done;
     transfer.failed = true;
     transfer.error = event;
-    queue_.erase(Key{transfer.place, transfer.sequence, &transfer});
+    line_of(transfer).erase(Key{transfer.place, transfer.sequence, &transfer});
     if (detail != Detail::kTimeout) release(index);
 }
 

@@ -54,6 +54,7 @@ struct Options {
     std::int64_t timeout_ns = 0;      // for one block; 0: none
     bool intercept = false;
     bool registered = true;           // use registered files and buffers where they work
+    std::uint64_t burst = 0;          // bytes read, or written, before the other direction has its turn; 0: none
 };
 
 class Driver : public std::enable_shared_from_this<Driver> {
@@ -133,9 +134,12 @@ class Driver : public std::enable_shared_from_this<Driver> {
     static constexpr std::int64_t kPatience = std::int64_t{1} << 30;
 
     using Key = std::tuple<std::int64_t, std::uint64_t, Transfer*>;
+    using Line = std::set<Key>;
 
     void run();
     void fill();
+    Line* next_line();
+    Line& line_of(const Transfer& transfer) { return lines_[transfer.write ? 1 : 0]; }
     void begin(unsigned index);
     void issue(unsigned index, std::uint64_t nbytes);
     void reap();
@@ -160,7 +164,9 @@ class Driver : public std::enable_shared_from_this<Driver> {
 
     std::mutex mutex_;
     std::unordered_map<std::uint64_t, std::unique_ptr<Transfer>> transfers_;
-    std::set<Key> queue_;
+    std::array<Line, 2> lines_;  // reads, writes
+    std::size_t direction_ = 0;  // of the burst under way: an index of lines_
+    std::uint64_t served_ = 0;   // bytes of it
     std::vector<Block> blocks_;
     std::vector<unsigned> free_blocks_;
     std::vector<std::tuple<unsigned, bool, std::int64_t>> verdicts_;  // block, whether finished, bytes or result

@@ -50,10 +50,12 @@ def create_engine(
     block: int,
     owner: str = "",
     timeout: float = 0.0,
+    burst: int = 0,
 ) -> Engine:
     """Start the engine ``name`` ("auto": the best there is) with ``queue_depth`` blocks in flight at most.
 
     ``timeout``: seconds without an answer after which a request is an error; 0 waits for ever.
+    ``burst``: see the note on bursts in protocol.py.
     """
     resolved = resolve_engine(name)
     if queue_depth < 1:
@@ -63,7 +65,9 @@ def create_engine(
     if resolved == "aiofiles":
         from swap.engines.aiofiles import AiofilesEngine
 
-        return AiofilesEngine(system=system, bounce=bounce, queue_depth=queue_depth, owner=owner, timeout=timeout)
+        return AiofilesEngine(
+            system=system, bounce=bounce, queue_depth=queue_depth, owner=owner, timeout=timeout, burst=burst
+        )
     if resolved == "io_uring":
         from swap.engines.uring import UringEngine, UringUnavailable
 
@@ -76,6 +80,7 @@ def create_engine(
                 block=block,
                 owner=owner,
                 timeout=timeout,
+                burst=burst,
                 explained=bool(probe.reason),
             )
         except UringUnavailable as error:
@@ -86,7 +91,9 @@ def create_engine(
             return engine
     from swap.engines.threads import ThreadsEngine
 
-    return ThreadsEngine(system=system, bounce=bounce, queue_depth=queue_depth, owner=owner, timeout=timeout)
+    return ThreadsEngine(
+        system=system, bounce=bounce, queue_depth=queue_depth, owner=owner, timeout=timeout, burst=burst
+    )
 
 
 @functools.cache

@@ -98,9 +98,16 @@ class AiofilesEngine(QueuedEngine):
     name = "aiofiles"
 
     def __init__(
-        self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "", timeout: float = 0.0
+        self,
+        *,
+        system: System,
+        bounce: BounceSource,
+        queue_depth: int,
+        owner: str = "",
+        timeout: float = 0.0,
+        burst: int = 0,
     ) -> None:
-        super().__init__(owner, timeout)
+        super().__init__(owner, timeout, burst)
         self._server = _Server(self._queue, self._watch, system, bounce, queue_depth, owner)
         self._thread = threading.Thread(target=self._server.run, name=f"swap-aiofiles-{owner}", daemon=True)
         self._thread.start()

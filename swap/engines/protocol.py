@@ -13,6 +13,15 @@ PATIENCE = 1 << 30
 """Bytes. ``kPatience`` of csrc/transfers.cpp is the same."""
 
 
+BURST = 64 << 20
+"""Bytes. What suits a drive that does one thing at a time: long against a turn, short against a unit's weights.
+
+[Note: bursts] With a burst of n bytes an engine reads until n bytes are read before it turns to writes that wait, and
+the other way round, whatever their priorities: an urgent read waits for n bytes of writes at most, beside the blocks
+that are under way. Within a direction priorities order as ever. Without (0) only priorities decide.
+"""
+
+
 class Priority(IntEnum):
     """Which requests are served first: the lower number, but a request of a higher one does not wait for ever.
 

@@ -10,8 +10,8 @@ from swap.engines.watch import Watch
 class QueuedEngine:
     """The part of an engine before its threads: requests wait whole, and memory and files need no registration."""
 
-    def __init__(self, owner: str, timeout: float) -> None:
-        self._queue = RequestQueue()
+    def __init__(self, owner: str, timeout: float, burst: int) -> None:
+        self._queue = RequestQueue(burst)
         self._watch = Watch(timeout, owner)
 
     def splits(self, file: RequestFile) -> bool:

@@ -18,9 +18,16 @@ class ThreadsEngine(QueuedEngine):
     name = "threads"
 
     def __init__(
-        self, *, system: System, bounce: BounceSource, queue_depth: int, owner: str = "", timeout: float = 0.0
+        self,
+        *,
+        system: System,
+        bounce: BounceSource,
+        queue_depth: int,
+        owner: str = "",
+        timeout: float = 0.0,
+        burst: int = 0,
     ) -> None:
-        super().__init__(owner, timeout)
+        super().__init__(owner, timeout, burst)
         # The threads know the queue, not the engine: a forgotten engine can be collected while they sleep.
         arguments = (self._queue, self._watch, system, bounce)
         self._threads = [

@@ -60,6 +60,7 @@ class UringEngine:
         block: int,
         owner: str = "",
         timeout: float = 0.0,
+        burst: int = 0,
         registered: bool = True,
         explained: bool = False,
     ) -> None:
@@ -68,7 +69,7 @@ class UringEngine:
             raise UringUnavailable(errno.ENOSYS, why)
         plan = system.plan if isinstance(system, FaultySystem) else None
         driver, number, stage = module.start(
-            queue_depth, min(block, _MOST_BLOCK), timeout, plan is not None, registered
+            queue_depth, min(block, _MOST_BLOCK), timeout, plan is not None, registered, burst
         )
         if driver is None:
             raise UringUnavailable(number, f"io_uring: {stage} failed: {os.strerror(number)}")
@@ -79,6 +80,7 @@ class UringEngine:
             "queue_depth": queue_depth,
             "owner": f"{owner}-plain",
             "timeout": timeout,
+            "burst": burst,
         }
         self._plain: ThreadsEngine | None = None
         self._plain_lock = threading.Lock()

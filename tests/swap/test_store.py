@@ -28,7 +28,7 @@ from swap import (
     Ticket,
     wait_all,
 )
-from swap.engines.protocol import PATIENCE
+from swap.engines.protocol import PATIENCE, Priority
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -231,6 +231,50 @@ def test_nobody_is_overtaken_for_ever(tmp_path: Path, engine: str) -> None:
         plan.release()
         wait_all(tickets, timeout=100)
     assert order.index("late") == 1 + PATIENCE // most
+
+
+@pytest.mark.parametrize("burst", [0, 4, 100])
+def test_reads_and_writes_take_turns(tmp_path: Path, engine: str, burst: int) -> None:
+    """Reads are the more urgent throughout, yet with bursts of n pages n writes have their turn after n reads."""
+    order: list[str] = []
+    plan, count = FaultPlan(1).stick("write", nth=1), 12
+    with SwapStore([tmp_path], engine=engine, queue_depth=1, faults=plan, block=PAGE, burst=burst * PAGE) as store:
+        extent, page = store.allocate(2 * count * PAGE), torch.zeros(PAGE, dtype=torch.uint8)
+        tickets = [store.write(extent, page)]  # the beginning of a burst of writes
+        deadline = time.monotonic() + 60
+        while not plan.injected["stick"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for number in range(1, count):
+            tickets.append(store.write(extent, page, offset=number * PAGE, priority=Priority.STATE_WRITE))
+            target = torch.zeros(PAGE, dtype=torch.uint8)
+            tickets.append(store.read(extent, target, offset=(count + number) * PAGE, priority=Priority.WEIGHT_READ))
+        for number, ticket in enumerate(tickets):
+            ticket.add_done_callback(lambda _, kind="rw"[number % 2 or not number]: order.append(kind))
+        plan.release()
+        wait_all(tickets, timeout=60)
+    expected = {
+        0: "w" + "r" * 11 + "w" * 11,
+        4: "wwww" + "rrrr" + "wwww" + "rrrr" + "wwww" + "rrr",
+        100: "w" * 12 + "r" * 11,
+    }
+    assert "".join(order) == expected[burst]
+
+
+def test_what_waits_in_either_line_is_cancelled_and_counted(tmp_path: Path, engine: str) -> None:
+    plan = FaultPlan(1).stick("write", nth=1)
+    store = SwapStore([tmp_path], engine=engine, queue_depth=1, faults=plan, block=PAGE, burst=2 * PAGE)
+    extent = store.allocate(8 * PAGE)
+    tickets = [store.write(extent, torch.zeros(PAGE, dtype=torch.uint8))]
+    for number in range(1, 4):
+        tickets.append(store.write(extent, torch.zeros(PAGE, dtype=torch.uint8), offset=number * PAGE))
+        tickets.append(store.read(extent, torch.zeros(PAGE, dtype=torch.uint8), offset=number * PAGE))
+    plan.release()
+    store.close()
+    assert all(ticket.done() for ticket in tickets)
+    for bad in (-1, -PAGE):
+        with pytest.raises(ValueError, match=r"swap\.burst"):
+            SwapStore([tmp_path], burst=bad)
 
 
 def test_a_ticket_keeps_its_buffer_and_then_lets_go(tmp_path: Path, engine: str) -> None:

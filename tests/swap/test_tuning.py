@@ -36,6 +36,22 @@ def test_a_drive_is_probed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert two is not None and two.weights == (first.weights[0],) * 2 and len(calls) == 1
 
 
+@pytest.mark.parametrize(("penalties", "burst"), [((0.7, 1.0), 0), ((1.2,), 0), ((0.5, 1.4), tuning.BURST)])
+def test_bursts_where_mixing_hurts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penalties: tuple[float, ...], burst: int
+) -> None:
+    rates = {f"{name}_bytes_per_s": 1.0 for name in ("read", "write", "mixed")}
+    drives = {
+        str(number): DriveProbe(engine="threads", block=PAGE, queue_depth=4, **rates, mixing_penalty=penalty)
+        for number, penalty in enumerate(penalties)
+    }
+    for name in drives:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tuning, "recall", lambda path, engine: drives[Path(path).name])
+    found = tune([tmp_path / name for name in drives], engine="threads")
+    assert found is not None and found.burst == burst
+
+
 def test_a_damaged_cache_is_no_cache(tmp_path: Path) -> None:
     for text in ("", "[]", "{", '{"version": 0}', '{"version": 1, "drives": []}'):
         cache_file().parent.mkdir(parents=True, exist_ok=True)
