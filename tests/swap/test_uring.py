@@ -16,22 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from swap import PAGE, Budget, FaultPlan, HostPool, Priority, SwapError, SwapIOError, SwapStore, engines, native
+from swap import PAGE, FaultPlan, Priority, SwapError, SwapIOError, SwapStore, engines, native
 from swap.native import UringProbe, probe_io_uring
+
+from .memory import aligned
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.skipif(not probe_io_uring().usable, reason=f"io_uring: {probe_io_uring().text}"),
 ]
-
-
-def aligned(nbytes: int, seed: int | None = None) -> torch.Tensor:
-    """Page-aligned memory with random bytes, or zeros without a seed."""
-    tensor = HostPool(Budget({}), "host", "test").take(nbytes)
-    if seed is None:
-        return tensor.zero_()
-    generator = torch.Generator().manual_seed(seed)
-    return tensor.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator))
 
 
 def counters(store: SwapStore) -> dict[str, int]:
