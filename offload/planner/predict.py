@@ -17,7 +17,7 @@ from offload.placement import Plan
 from offload.planner.floors import PHASES, WINDOWS, Floor, Rates, Work, binding, disk_seconds, floor_of
 from offload.planner.machine import OperationCosts
 from offload.planner.shapes import StepShapes
-from offload.planner.work import Course, step_work
+from offload.planner.work import Course, step_work, update_work
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
 
@@ -197,12 +197,14 @@ def predict(setting: Setting, speeds: Speeds) -> Prediction:
         cpu = sum(seconds[name] for name in names)
         disk = disk_seconds(speeds.rates, together.disk_read, together.disk_write)
         link = max(together.to_device, together.from_device) / (speeds.rates.link or float("inf"))
-        lead = _lead(setting, speeds, names)
-        resource, longest = binding({"compute": cpu, "disk": disk, "link": link})
+        lead, tail = _lead(setting, speeds, names), cpu / max(1, len(setting.course.visits))
+        # The first unit cannot compute before its bytes have come, and computes last what came last.
+        ends = {"compute": lead + cpu, "disk": disk and disk + tail, "link": link and link + tail}
+        resource, longest = binding(ends)
         if resource == "compute" and "optimizer" in names and 2 * seconds["optimizer"] > cpu:
             resource = "memory"  # the cores mostly wait for it
-        windows[" + ".join(names)] = longest + lead
-        busiest[resource] = busiest.get(resource, 0.0) + longest + lead
+        windows[" + ".join(names)] = longest
+        busiest[resource] = busiest.get(resource, 0.0) + longest
     total = sum((work[name] for name in PHASES), Work())
     floor = floor_of(setting.course.schedule, work, speeds.rates)
     resources = {**floor.resources, "compute": sum(seconds.values())}
@@ -256,7 +258,9 @@ def _gradient_bytes(setting: Setting) -> float:
 
 
 def _lead(setting: Setting, speeds: Speeds, names: Sequence[str]) -> float:
-    """Seconds before the first unit of a window can compute: its own weights or states have to come first."""
+    """Seconds before the first unit of a window can compute: its own weights have to come first, and where updates run
+    beside the forward its whole update has to be carried out.
+    """
     first = 0.0
     visits = setting.course.visits
     if not visits:
@@ -266,7 +270,13 @@ def _lead(setting: Setting, speeds: Speeds, names: Sequence[str]) -> float:
             continue
         flats = [(u, f, flat) for u in visit for f, flat in enumerate(setting.units[u].flats)]
         on_disk = [flat for u, f, flat in flats if setting.plan.flats[u, f].weight is Tier.NVME]
-        first += disk_seconds(speeds.rates, sum(flat.nbytes for flat in on_disk), 0)
+        came = disk_seconds(speeds.rates, sum(flat.nbytes for flat in on_disk), 0)
+        if name == "forward" and "optimizer" in names:
+            plan, course = setting.plan, setting.course
+            updates = (update_work(u, setting.units[u], plan, setting.fmt, setting.accumulate, course) for u in visit)
+            update = sum(updates, Work())
+            came = max(came, disk_seconds(speeds.rates, update.disk_read, update.disk_write))
+        first += came
     return first
 
 

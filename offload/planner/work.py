@@ -64,13 +64,27 @@ def step_work(
         for f, flat in enumerate(unit.flats):
             if not flat.trainable_end:
                 continue
-            places = plan.flats[u, f]
-            parked = places.gradients
-            if parked is Tier.NVME and course.stays_in_memory(u):
-                parked = Tier.HOST
-            backward += _gradient_work(flat, parked, accumulate, course)
-            optimizer += _update_work(flat, fmt, places.weight, places.optimizer, parked, accumulate, course)
+            backward += _gradient_work(flat, _parked(plan, u, f, course), accumulate, course)
+        optimizer += update_work(u, unit, plan, fmt, accumulate, course)
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
+
+
+def update_work(
+    index: int, unit: UnitLayout, plan: Plan, fmt: StateFormat, accumulate: torch.dtype, course: Course
+) -> Work:
+    """The bytes of one unit's update."""
+    work = Work()
+    for f, flat in enumerate(unit.flats):
+        if flat.trainable_end:
+            places, parked = plan.flats[index, f], _parked(plan, index, f, course)
+            work += _update_work(flat, fmt, places.weight, places.optimizer, parked, accumulate, course)
+    return work
+
+
+def _parked(plan: Plan, index: int, f: int, course: Course) -> Tier:
+    """Where an update finds gradients."""
+    tier = plan.flats[index, f].gradients
+    return Tier.HOST if tier is Tier.NVME and course.stays_in_memory(index) else tier
 
 
 def _load(flat: Flat, tier: Tier, course: Course) -> Work:
