@@ -5,7 +5,7 @@ the same bits, and traffic and memory by their formulas.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,6 @@ from tests.ranks.training import Run, case_of, expected_of, own_folder, runs_of,
 
 PoolOf = Callable[[int], RankPool]
 kept_parts = pytest.mark.parametrize("kept", [True, 2, False])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Bits

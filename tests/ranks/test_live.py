@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -202,15 +202,6 @@ def watched_from_here(stage: int, kept: bool | int, ahead: int, folder: Path) ->
             "looks": watch.looks,
             "device": watch.device_bytes / weights,
         }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the ranks."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_search_finds_what_stage_0_holds(pool_of: PoolOf, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine.common import assert_equal
 from tests.offload.test_cli import TINY
@@ -43,14 +42,6 @@ def nodes() -> Iterator[TwoNodes]:
         yield made
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def _folders(folder: Path) -> list[Path]:
     made = [folder / "node0", folder / "node1"]
     for path in made:
@@ -58,9 +49,7 @@ def _folders(folder: Path) -> list[Path]:
     return made
 
 
-def test_two_nodes_equal_one(
-    nodes: TwoNodes, pool_of: Callable[[int], RankPool], tmp_path: Path, one_thread: None
-) -> None:
+def test_two_nodes_equal_one(nodes: TwoNodes, pool_of: Callable[[int], RankPool], tmp_path: Path) -> None:
     arguments = ["-m", "tests.ranks.node_program", json.dumps([dataclasses.asdict(run) for run in RUNS])]
     nodes.start(arguments, _folders(tmp_path))
     ended = nodes.wait(LONG)
