@@ -30,7 +30,11 @@ WINDOWS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Bandwidths in bytes per second. `mixing`: delta of the disk, 0 duplex, 1 half-duplex, more if mixing hurts."""
+    """Bandwidths in bytes per second. `mixing`: delta of the disk, 0 duplex, 1 half-duplex, more if mixing hurts.
+
+    `compute_beside`, `disk_beside`: times as long that each takes while the other works. Floors leave these out: they
+    are what resources could do.
+    """
 
     stream: float
     disk_read: float = 0.0
@@ -40,6 +44,8 @@ class Rates:
     """Between host and a device with memory of its own, each way."""
     shared_cores: bool = True
     """Whether the optimizer's kernel runs on the cores that compute."""
+    compute_beside: float = 1.0
+    disk_beside: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +76,12 @@ def disk_seconds(rates: Rates, read: float, write: float) -> float:
     times = (read / rates.disk_read, write / rates.disk_write)
     # Where mixing is worse than taking turns, turns are what a floor assumes.
     return max(times) + min(1.0, rates.mixing) * min(times)
+
+
+def side_by_side(rates: Rates, compute: float, disk: float) -> tuple[float, float]:
+    """Seconds after which computing and the disk's work, begun together, are done: slowed as long as both run."""
+    both = min(compute * rates.compute_beside, disk * rates.disk_beside)
+    return compute + both * (1 - 1 / rates.compute_beside), disk + both * (1 - 1 / rates.disk_beside)
 
 
 def resource_seconds(rates: Rates, work: Work) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from offload.planner.shapes import Operation, TensorShape
 from optimizer_cpu import AdamWHyper, kernels, native
 from optimizer_cpu.formats import get_format
 from swap.devices import Device
-from swap.measure import mixing_penalty
-from swap.tuning import tune
+from swap.errors import SwapError, SwapPathError
+from swap.measure import Bench, Setting, mixing_penalty
+from swap.tuning import PROBE_BYTES, PROBE_REQUEST, DriveProbe, tune
 
 STREAM_ELEMENTS = 24 << 20
 KERNEL_ELEMENTS = 4 << 20
@@ -26,6 +28,8 @@ LARGEST_OPERATION = 768 << 20
 """Bytes of arguments and results above which an operation is estimated instead of run."""
 EVICTED = 96 << 20
 """Bytes that go through the caches before a matrix product is timed."""
+PATTERN_SECONDS = 0.3
+"""For which a drive is measured in each pattern."""
 _CALL_SECONDS = 6e-6
 """Python and dispatch around one operation, beyond what running it by itself takes."""
 
@@ -148,11 +152,18 @@ def _made(leaf: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """The drives under the swap paths together, in bytes per second."""
+    """The drives under the swap paths together, in bytes per second, and what they and the cores lose to each other.
+
+    `compute_beside`: times as long that matrix products take while the drives are busy; `disk_beside`: times as long
+    that the drives take while the processor multiplies. Drives whose requests are completed on the cores that compute
+    lose most.
+    """
 
     read: float
     write: float
     mixed: float
+    compute_beside: float = 1.0
+    disk_beside: float = 1.0
 
     @property
     def mixing(self) -> float:
@@ -160,16 +171,66 @@ class Disk:
         return mixing_penalty(self.read, self.write, self.mixed)
 
 
-def disk_of(paths: Sequence[str], engine: str) -> Disk | None:
-    """From what is known of the drives under `paths`, else from a probe of each of some seconds; None without room."""
+def disk_of(paths: Sequence[str], engine: str, *, shared_cores: bool) -> Disk | None:
+    """The drives under `paths` as they are now, measured for about a second each with the settings that suit them.
+
+    What was found at a drive's first use gives the settings only: the rates of a drive that others use too differ from
+    hour to hour. Where a measurement has no room, the rates found then. None where nothing is known. `shared_cores`:
+    whether the model computes on the cores that serve the drives; else nothing is lost to each other.
+    """
     tuning = tune(paths, engine=engine) if paths else None
     if tuning is None:
         return None
-    return Disk(
-        read=sum(drive.read_bytes_per_s for drive in tuning.drives),
-        write=sum(drive.write_bytes_per_s for drive in tuning.drives),
-        mixed=sum(drive.mixed_bytes_per_s for drive in tuning.drives),
-    )
+    setting = Setting(engine=engine, block=tuning.block, queue_depth=tuning.queue_depth)
+    found = [_measured(path, setting, known) for path, known in zip(paths, tuning.drives, strict=True)]
+    read, write, mixed = (sum(rates) for rates in zip(*found, strict=True))
+    compute_beside, disk_beside = _beside(paths, setting) if shared_cores else (1.0, 1.0)
+    return Disk(read=read, write=write, mixed=mixed, compute_beside=compute_beside, disk_beside=disk_beside)
+
+
+def _measured(path: str, setting: Setting, known: DriveProbe) -> tuple[float, float, float]:
+    """Bytes per second of reads, writes and both."""
+    try:
+        with Bench([path], setting, nbytes=PROBE_BYTES, request=PROBE_REQUEST) as bench:
+            bench.run("write")
+            read, write, mixed = (bench.run(p, seconds=PATTERN_SECONDS).bytes_per_s for p in ("read", "write", "mixed"))
+    except (SwapError, SwapPathError):
+        return known.read_bytes_per_s, known.write_bytes_per_s, known.mixed_bytes_per_s
+    return read, write, mixed
+
+
+def _beside(paths: Sequence[str], setting: Setting) -> tuple[float, float]:
+    """How many times slower matrix products and mixed traffic of all drives are beside each other than alone."""
+    left, right = torch.rand(256, 1024), torch.rand(1024, 4096)
+
+    def products(done: Callable[[], bool]) -> float:
+        """A product's seconds, over as many as there are until `done`."""
+        count, start = 0, time.perf_counter()
+        while not count or not done():
+            torch.mm(left, right)
+            count += 1
+        return (time.perf_counter() - start) / count
+
+    def for_a_while() -> float:
+        until = time.perf_counter() + PATTERN_SECONDS
+        return products(lambda: time.perf_counter() > until)
+
+    try:
+        with (
+            Bench(paths, setting, nbytes=PROBE_BYTES, request=PROBE_REQUEST) as bench,
+            ThreadPoolExecutor(1, thread_name_prefix="offload-probe") as thread,
+        ):
+            bench.run("write")
+            disk_before, compute_before = bench.run("mixed", seconds=PATTERN_SECONDS), for_a_while()
+            traffic = thread.submit(bench.run, "mixed", seconds=2 * PATTERN_SECONDS)
+            compute, disk = products(traffic.done), traffic.result()
+            # Before and after, so that another process that comes or goes is not taken for either.
+            disk_after, compute_after = bench.run("mixed", seconds=PATTERN_SECONDS), for_a_while()
+    except (SwapError, SwapPathError):
+        return 1.0, 1.0
+    disk_alone = (disk_before.bytes_per_s + disk_after.bytes_per_s) / 2
+    compute_alone = (compute_before + compute_after) / 2
+    return max(1.0, compute / compute_alone), max(1.0, disk_alone / disk.bytes_per_s)
 
 
 def link_rate(device: Device) -> float:
@@ -190,4 +251,6 @@ def rates_of(stream: float, disk: Disk | None, link: float, *, aliases_host: boo
         mixing=disk.mixing if disk else 1.0,
         link=link,
         shared_cores=aliases_host,
+        compute_beside=disk.compute_beside if disk else 1.0,
+        disk_beside=disk.disk_beside if disk else 1.0,
     )

@@ -159,7 +159,8 @@ class _Planner:
         self.stream = stream_rate()
         self.link = link_rate(device) if device.kind == "cuda" else 0.0
         nvme = self.blueprint.plan.total(Tier.NVME)
-        self.disk = disk_of(config.memory.nvme_paths, config.swap.engine) if nvme else None
+        paths = config.memory.nvme_paths if nvme else ()
+        self.disk = disk_of(paths, config.swap.engine, shared_cores=self.aliases_host)
         self.shapes = self._shapes(batch, loss_fn)
         self.costs: OperationCosts = measure_operations(
             self.shapes.operations, device=self.torch_device, stream=self.stream
@@ -258,6 +259,8 @@ class _Planner:
             "disk_read_bytes_per_s": rates.disk_read,
             "disk_write_bytes_per_s": rates.disk_write,
             "disk_mixing_penalty": rates.mixing,
+            "compute_beside_disk": rates.compute_beside,
+            "disk_beside_compute": rates.disk_beside,
             "link_bytes_per_s": rates.link,
         }
 

@@ -14,7 +14,7 @@ import torch
 
 from offload.layout import UnitLayout
 from offload.placement import Plan
-from offload.planner.floors import PHASES, WINDOWS, Floor, Rates, Work, binding, disk_seconds, floor_of
+from offload.planner.floors import PHASES, WINDOWS, Floor, Rates, Work, binding, disk_seconds, floor_of, side_by_side
 from offload.planner.machine import OperationCosts
 from offload.planner.shapes import StepShapes
 from offload.planner.work import Course, step_work, update_work
@@ -198,8 +198,9 @@ def predict(setting: Setting, speeds: Speeds) -> Prediction:
         disk = disk_seconds(speeds.rates, together.disk_read, together.disk_write)
         link = max(together.to_device, together.from_device) / (speeds.rates.link or float("inf"))
         lead, tail = _lead(setting, speeds, names), cpu / max(1, len(setting.course.visits))
+        computed, disk = side_by_side(speeds.rates, cpu, disk)
         # The first unit cannot compute before its bytes have come, and computes last what came last.
-        ends = {"compute": lead + cpu, "disk": disk and disk + tail, "link": link and link + tail}
+        ends = {"compute": lead + computed, "disk": disk and disk + tail, "link": link and link + tail}
         resource, longest = binding(ends)
         if resource == "compute" and "optimizer" in names and 2 * seconds["optimizer"] > cpu:
             resource = "memory"  # the cores mostly wait for it

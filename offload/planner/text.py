@@ -54,6 +54,10 @@ def _step(plan: Mapping[str, Any]) -> list[str]:
             f", disk reads {speeds['disk_read_bytes_per_s'] / 1e9:.2f} and writes "
             f"{speeds['disk_write_bytes_per_s'] / 1e9:.2f} GB/s, delta {speeds['disk_mixing_penalty']:.2f}"
         )
+        lines.append(
+            f"beside each other: matrix products take {speeds['compute_beside_disk']:.2f} times as long, the disk "
+            f"{speeds['disk_beside_compute']:.2f} times"
+        )
     return lines
 
 

@@ -18,17 +18,60 @@ from offload.build import draw_up
 from offload.cli import main
 from offload.config import load_config
 from offload.models import Llama, LlamaConfig
-from offload.planner.floors import PHASES, Rates, Work, disk_seconds, floor_of
+from offload.planner import machine
+from offload.planner.floors import PHASES, Rates, Work, disk_seconds, floor_of, side_by_side
 from offload.planner.heap import Heap, heap_peak
 from offload.planner.machine import Disk, OperationCosts, measure_operations
 from offload.planner.settings import layer_major, schedule_of
 from offload.planner.shapes import trace_step
 from offload.planner.work import Course, step_work
 from offload.units import split_units
+from swap.errors import SwapError
+from swap.tuning import DriveProbe, Tuning
 from tests.engine.common import VOCABULARY, Case, config_of, decoder, token_batches
 
 plan_module: Any = importlib.import_module("offload.planner.plan")
 RATES = Rates(stream=10.0, disk_read=2.0, disk_write=1.0, mixing=0.5, link=4.0)
+
+
+def test_compute_and_disk_side_by_side_by_hand() -> None:
+    rates = Rates(stream=1.0, compute_beside=1.25, disk_beside=2.0)
+    # The disk's 2 s take 4; in these the processor does 3.2 s of its 8, and the rest alone.
+    assert side_by_side(rates, 8.0, 2.0) == pytest.approx((4 + 4.8, 4.0))
+    # The processor's 4 s take 5, in which the disk does 2.5 s of its 10.
+    assert side_by_side(rates, 4.0, 10.0) == pytest.approx((5.0, 5 + 7.5))
+    assert side_by_side(rates, 3.0, 0.0) == (3.0, 0.0) and side_by_side(rates, 0.0, 3.0) == (0.0, 3.0)
+    assert side_by_side(Rates(stream=1.0), 3.0, 2.0) == (3.0, 2.0)
+
+
+def test_drives_are_measured_as_they_are_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = DriveProbe(
+        engine="aiofiles",
+        block=1 << 20,
+        queue_depth=4,
+        read_bytes_per_s=1e15,
+        write_bytes_per_s=1e15,
+        mixed_bytes_per_s=1e15,
+        mixing_penalty=1.0,
+    )
+    known = Tuning(block=1 << 20, queue_depth=4, weights=(1e15,), burst=0, drives=(drive,))
+    monkeypatch.setattr(machine, "tune", lambda *_, **__: known)
+    monkeypatch.setattr(machine, "PATTERN_SECONDS", 0.01)
+    monkeypatch.setattr(machine, "PROBE_BYTES", 16 << 20)
+    disk = machine.disk_of([str(tmp_path)], "aiofiles", shared_cores=True)
+    assert disk is not None and 0 < disk.read < 1e14 and 0 < disk.write < 1e14 and 0 < disk.mixed < 1e14
+    assert disk.compute_beside >= 1 and disk.disk_beside >= 1
+    assert not list(tmp_path.iterdir())
+    apart = machine.disk_of([str(tmp_path)], "aiofiles", shared_cores=False)
+    assert apart is not None and (apart.compute_beside, apart.disk_beside) == (1.0, 1.0)
+
+    def full(*_: object, **__: object) -> None:
+        raise SwapError("no room")
+
+    monkeypatch.setattr(machine, "Bench", full)
+    kept = machine.disk_of([str(tmp_path)], "aiofiles", shared_cores=True)
+    assert kept is not None and kept.read == 1e15 and kept.compute_beside == 1
+    assert machine.disk_of([], "aiofiles", shared_cores=True) is None
 
 
 def test_floors_by_hand() -> None:
@@ -181,7 +224,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "stream_rate", lambda: 10e9)
     monkeypatch.setattr(plan_module, "kernel_seconds", lambda *_: 2e-9)
     monkeypatch.setattr(plan_module, "measure_operations", _unmeasured)
-    monkeypatch.setattr(plan_module, "disk_of", lambda *_: Disk(read=2e9, write=1e9, mixed=1.2e9))
+    monkeypatch.setattr(plan_module, "disk_of", lambda *_, **__: Disk(read=2e9, write=1e9, mixed=1.2e9))
 
 
 def test_the_plan_of_a_model(quick: None, tmp_path: Path) -> None:
