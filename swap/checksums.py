@@ -6,6 +6,7 @@ error and never data. Whole pages are the unit, so reads may begin at any page a
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -92,6 +93,17 @@ def first_difference(data: memoryview, expected: Words) -> int | None:
     portable_checksums(data, found)
     wrong = np.flatnonzero(found != expected)
     return int(wrong[0]) if wrong.size else None
+
+
+def crc32(data: memoryview | bytes | bytearray, value: int = 0) -> int:
+    """CRC-32 of contiguous ``data`` (the function of ``zlib``: polynomial 0x04C11DB7), going on from ``value``."""
+    module, _ = load()
+    if module is None:
+        return zlib.crc32(data, value)
+    view = memoryview(data)
+    if not view.contiguous:
+        raise BufferError("crc32 needs contiguous memory")
+    return int(module.crc32(value, _address(view), view.nbytes)) if view.nbytes else value
 
 
 def portable_checksums(data: memoryview, out: Words) -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from swap.geometry import format_bytes
 
-INTERFACE = 2
+INTERFACE = 3
 
 _CAP_IPC_LOCK = 14
 

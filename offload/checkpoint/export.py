@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from offload.checkpoint.errors import CheckpointError, CheckpointSaveError, Dama
 from offload.checkpoint.readahead import ReadAhead, aligned, make_pool
 from offload.checkpoint.tensorfile import StreamWriter, build_header, read_header
 from offload.checkpoint.weights import INDEX, SINGLE
+from swap.checksums import crc32
 from swap.geometry import format_bytes, parse_bytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -161,7 +161,7 @@ def _write_shard(path: Path, shard: Sequence[Tensors]) -> None:
             for part in tensor.read(0, tensor.numel):
                 if part.numel():
                     data: memoryview = part.contiguous().view(torch.uint8).numpy().data
-                    crc = zlib.crc32(data, crc)
+                    crc = crc32(data, crc)
                     file.write(data)
                     written += len(data)
             if written != tensor.nbytes:
@@ -183,7 +183,7 @@ def _verify(fd: int, path: Path, sums: dict[str, int]) -> None:
                 for start in range(entry.start, entry.start + entry.nbytes, len(buffer)):
                     part = buffer[: min(len(buffer), entry.start + entry.nbytes - start)]
                     reader.read(part, start)
-                    crc = zlib.crc32(part, crc)
+                    crc = crc32(part, crc)
                 if crc != expected:
                     raise DamagedCheckpointError(f"{path}: {name} reads back other bytes than were written")
         finally:

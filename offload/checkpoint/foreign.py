@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from offload.checkpoint.errors import CheckpointError
 from offload.checkpoint.format import index_file, rank_file, step_name, stored_planes
 from offload.checkpoint.manifest import Index, Manifest, Piece, SavedParameter
 from offload.checkpoint.tensorfile import allocate, build_header, write_all
+from swap.checksums import crc32
 
 _RANGE = 1 << 20
 
@@ -124,7 +124,7 @@ def _write(fd: int, header: bytes, nbytes: int, items: Sequence[_Item]) -> Index
                 plane=plane,
                 offset=lo,
                 length=hi - lo,
-                crc32=zlib.crc32(data),
+                crc32=crc32(data),
             )
         )
     os.fsync(fd)

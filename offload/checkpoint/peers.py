@@ -6,7 +6,6 @@ import os
 import socket
 import time
 import uuid
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +21,7 @@ from offload.checkpoint.errors import (
     IncompleteCheckpointError,
 )
 from offload.checkpoint.format import dump_json, encode_state
+from swap.checksums import crc32
 
 if TYPE_CHECKING:
     from offload.parallel.channel import Channel
@@ -124,12 +124,12 @@ def await_marker(target: Path, name: str, rank: int) -> None:
 def fingerprints(data: Any, extra: Any, buffers: Mapping[str, Tensor]) -> dict[str, int]:
     """By which ranks compare what they would save besides state."""
     found = {
-        "data": zlib.crc32(dump_json({"value": encode_state(data, "data")})),
-        "extra": zlib.crc32(dump_json({"value": encode_state(extra, "extra")})),
+        "data": crc32(dump_json({"value": encode_state(data, "data")})),
+        "extra": crc32(dump_json({"value": encode_state(extra, "extra")})),
     }
     for name, buffer in buffers.items():
         plain = buffer.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if buffer.numel() else b""
-        found[f"buffer {name}"] = zlib.crc32(plain)
+        found[f"buffer {name}"] = crc32(plain)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from offload.checkpoint.readahead import ReadAhead, aligned, make_pool
 from offload.checkpoint.save import BUFFER_PLANE
 from offload.checkpoint.tensorfile import Entry, read_header
 from optimizer_cpu.formats import PlaneSpec
+from swap.checksums import crc32
 from swap.geometry import format_bytes
 
 _OPEN_READERS = 2
@@ -186,7 +186,7 @@ class Source:
         data: memoryview = target.view(torch.uint8).numpy().data
         path = self.directory / self.manifest.files[piece.file].name
         self._reader(piece.file).read(data, piece.start)
-        if zlib.crc32(data) != piece.crc32:
+        if crc32(data) != piece.crc32:
             raise DamagedCheckpointError(
                 f"{path}: checksum mismatch in {what}, elements {piece.offset:,} to {piece.end:,} (bytes "
                 f"{piece.start:,} to {piece.start + piece.nbytes:,}): the file has changed since it was written; load "

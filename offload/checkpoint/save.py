@@ -13,7 +13,6 @@ import contextlib
 import enum
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from offload.checkpoint.regions import (
 from offload.checkpoint.tensorfile import PagedFile, build_header
 from offload.state import FlatState
 from offload.tiers import TierMemory
+from swap.checksums import crc32
 from swap.errors import BudgetError
 
 BUFFER_PLANE = "buffer"
@@ -246,7 +246,7 @@ class RankSaver:
     def _write(self, job: _Job) -> None:
         assert self._file is not None
         data: memoryview = job.buffer.numpy().data[: job.region.nbytes]
-        sums = {part.key: zlib.crc32(data[part.at : part.at + part.nbytes]) for part in job.region.parts}
+        sums = {part.key: crc32(data[part.at : part.at + part.nbytes]) for part in job.region.parts}
         self._file.write(data, job.region.start)
         with self._changed:
             self._crc.update(sums)
@@ -308,7 +308,7 @@ class RankSaver:
                     plane=BUFFER_PLANE,
                     offset=0,
                     length=tensor.numel(),
-                    crc32=zlib.crc32(data),
+                    crc32=crc32(data),
                 )
             )
         self._file.finish()

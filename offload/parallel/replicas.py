@@ -6,7 +6,6 @@ comparison names the unit and the ranks.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from offload.errors import ParallelError
 from offload.planes import Carver, SlotQueue
 from offload.state import FlatState
+from swap.checksums import crc32
 
 
 def hash_parameters(parameters: Iterable[nn.Parameter]) -> int:
@@ -46,7 +46,7 @@ def hash_weights(state: FlatState, queue: SlotQueue) -> int:
 def _add(found: int, values: Tensor) -> int:
     if values.numel() == 0:
         return found
-    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data, found)
+    return crc32(values.contiguous().view(torch.uint8).numpy().data, found)
 
 
 def compare(hashes: Sequence[Mapping[str, int]], groups: Sequence[Sequence[int]], when: str) -> None:

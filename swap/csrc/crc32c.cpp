@@ -1,8 +1,9 @@
 #include "crc32c.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
+
+#include "crc_table.h"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -23,32 +24,9 @@ namespace {
 constexpr std::uint32_t kPolynomial = 0x82F63B78;  // reflected
 constexpr std::size_t kLanes = 4;  // the instruction takes 3 cycles and one starts every cycle
 
-std::array<std::array<std::uint32_t, 256>, 8> make_tables() {
-    std::array<std::array<std::uint32_t, 256>, 8> tables{};
-    for (std::uint32_t byte = 0; byte < 256; ++byte) {
-        std::uint32_t value = byte;
-        for (int bit = 0; bit < 8; ++bit) value = (value >> 1) ^ (value & 1 ? kPolynomial : 0);
-        tables[0][byte] = value;
-    }
-    for (std::size_t depth = 1; depth < 8; ++depth)
-        for (std::size_t byte = 0; byte < 256; ++byte) {
-            const std::uint32_t value = tables[depth - 1][byte];
-            tables[depth][byte] = (value >> 8) ^ tables[0][value & 0xFF];
-        }
-    return tables;
-}
-
 std::uint32_t by_table(const unsigned char* data, std::size_t nbytes) {
-    static const auto tables = make_tables();
-    std::uint32_t crc = ~0U;
-    for (; nbytes >= 8; nbytes -= 8, data += 8) {
-        std::uint32_t value = crc ^ (data[0] | data[1] << 8 | data[2] << 16 | std::uint32_t{data[3]} << 24);
-        crc = tables[7][value & 0xFF] ^ tables[6][(value >> 8) & 0xFF] ^ tables[5][(value >> 16) & 0xFF] ^
-              tables[4][value >> 24] ^ tables[3][data[4]] ^ tables[2][data[5]] ^ tables[1][data[6]] ^
-              tables[0][data[7]];
-    }
-    for (; nbytes; --nbytes, ++data) crc = (crc >> 8) ^ tables[0][(crc ^ *data) & 0xFF];
-    return ~crc;
+    static const CrcTable table(kPolynomial);
+    return ~table.advance(~0U, data, nbytes);
 }
 
 #if SWAP_CRC_HARDWARE

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "crc32.h"
 #include "crc32c.h"
 #if SWAP_IO_URING
 #include "transfers.h"
@@ -97,7 +98,7 @@ void bind_io_uring(nb::module_& m) {
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an interpreter that exits on a signal may keep objects alive; that is no leak of ours
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    m.attr("interface") = 2;  // swap/native.py refuses another number
+    m.attr("interface") = 3;  // swap/native.py refuses another number
     m.def("crc32c_method", &crc32c_method);
     m.def("crc32c_pages", [](Address data, std::size_t nbytes, std::size_t page, Address out) {
         crc32c_pages(reinterpret_cast<const void*>(data), nbytes, page, reinterpret_cast<std::uint32_t*>(out));
@@ -105,6 +106,10 @@ NB_MODULE(_native, m) {
     m.def("crc32c_verify", [](Address data, std::size_t nbytes, std::size_t page, Address expected) {
         return crc32c_verify(reinterpret_cast<const void*>(data), nbytes, page,
                              reinterpret_cast<const std::uint32_t*>(expected));
+    }, Release());
+    m.def("crc32_method", &crc32_method);
+    m.def("crc32", [](std::uint32_t crc, Address data, std::size_t nbytes) {
+        return crc32(crc, reinterpret_cast<const void*>(data), nbytes);
     }, Release());
 #if SWAP_IO_URING
     m.attr("has_io_uring") = true;

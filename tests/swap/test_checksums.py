@@ -1,17 +1,27 @@
-"""CRC32C: known values, the native code against its slow twin, and what a store does with a page that differs."""
+"""CRC32C and CRC-32: known values, native against slow twin, and what a store does with a page that differs."""
 
 from __future__ import annotations
 
 import errno
 import os
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swap import PAGE, Budget, FaultPlan, SwapIOError, SwapStore
-from swap.checksums import BYTES_PER_PAGE, PageChecksums, first_difference, page_checksums, portable_checksums
+from swap.checksums import (
+    BYTES_PER_PAGE,
+    PageChecksums,
+    crc32,
+    first_difference,
+    page_checksums,
+    portable_checksums,
+)
 from swap.native import load
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -51,6 +61,24 @@ def test_native_and_portable_agree(nbytes: int) -> None:
     assert first_difference(data, native) is None
     data[nbytes - 1] ^= 1
     assert first_difference(data, native) == len(native) - 1
+
+
+@given(data=st.binary(max_size=700), value=st.integers(0, 2**32 - 1), offset=st.integers(0, 15))
+def test_crc32_is_that_of_zlib(data: bytes, value: int, offset: int) -> None:
+    part = memoryview(data)[offset:]
+    assert crc32(part, value) == zlib.crc32(part, value)
+    for cut in {len(part) // 3, max(0, len(part) - 17)}:  # in two parts as in one
+        assert crc32(part[cut:], crc32(part[:cut], value)) == zlib.crc32(part, value)
+
+
+def test_crc32_of_much_and_of_other_types() -> None:
+    data = random_bytes((8 << 20) + 13).numpy()
+    assert crc32(data.data) == zlib.crc32(data)
+    numbers = np.arange(1000, dtype=np.float32)
+    assert crc32(numbers.data) == zlib.crc32(numbers.tobytes())
+    assert crc32(b"123456789") == 0xCBF43926 and crc32(b"") == 0 and crc32(b"", 7) == 7
+    with pytest.raises(BufferError, match="contiguous"):
+        crc32(numbers[::2].data)
 
 
 def test_pages_written_in_part_and_never() -> None:
