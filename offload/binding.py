@@ -653,9 +653,15 @@ class Binding:
 
     @staticmethod
     def _view(handle: WeightHandle) -> Tensor:
-        flat = handle.unit.flats[handle.record.flat]
-        tensor = flat.plane.tensor if flat.fixed else flat.buffer
+        record = handle.record
+        flat = handle.unit.flats[record.flat]
+        tensor = flat.buffer
+        if tensor is None and flat.fixed:
+            tensor = flat.plane.tensor
         if tensor is None:
             raise OffloadError(f"unit {handle.unit.name}: resident without a buffer")
-        with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-            return tensor.as_strided(handle.shape, handle.stride, handle.record.slot.offset + handle.offset)
+        start = record.slot.offset + handle.offset
+        if not torch.is_grad_enabled():
+            return tensor.as_strided(handle.shape, handle.stride, start)
+        with torch.no_grad():
+            return tensor.as_strided(handle.shape, handle.stride, start)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.parameters import ParameterRecord
+from offload.parameters import ParameterRecord, record_of
 from offload.residency import Residency, Unit
 
 Pack = Callable[[Tensor], Any]
@@ -138,18 +138,42 @@ class SavedTensors:
 
     def handle(self, tensor: Tensor) -> WeightHandle | None:
         """The handle of a view of a unit's buffer; None for any other tensor."""
-        place = self._residency.find(tensor)
+        try:
+            place = self._residency.storages.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse layouts, functional wrappers
+            return None
         if place is None:
             return None
         unit, index = place
         flat = unit.flats[index]
+        shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        offset = int(tensor.storage_offset())
+        record = self._own(tensor)
+        if record is not None:
+            # A parameter itself, as most of what is saved: its handle is that of the last pass.
+            known: WeightHandle | None = record.saved
+            if (
+                known is not None
+                and known.unit is unit
+                and known.version == tensor._version
+                and known.shape == shape
+                and known.stride == stride
+                and offset == record.slot.offset + known.offset
+            ):
+                return known
         position = bisect_right(self._starts[id(unit)][index], offset) - 1
         if position < 0:
             return None
-        record = flat.records[position]
+        holder = flat.records[position]
         with torch._C.DisableTorchFunctionSubclass():
-            version = record.parameter._version
-        return WeightHandle(unit, record, version, offset - record.slot.offset, tensor.shape, tensor.stride())
+            version = holder.parameter._version
+        found = WeightHandle(unit, holder, version, offset - holder.slot.offset, shape, stride)
+        if record is holder:
+            record.saved = found
+        return found
+
+    @staticmethod
+    def _own(tensor: Tensor) -> ParameterRecord | None:
+        """The record of a tensor that is an offloaded parameter within its unit's forward."""
+        return record_of(tensor) if type(tensor) is nn.Parameter else None

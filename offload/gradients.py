@@ -33,7 +33,13 @@ from optimizer_cpu.formats import PlaneSpec
 from swap.errors import BudgetError
 
 
-class Held(enum.Enum):
+class _Key(enum.Enum):
+    """Members are keys that every gradient looks up: they hash by identity, which `Enum` does in Python by name."""
+
+    __hash__ = object.__hash__
+
+
+class Held(_Key):
     """What is held of one parameter's gradient. Where the two dtypes are equal, sums stay in the raw plane."""
 
     NOTHING = "nothing"
@@ -41,7 +47,7 @@ class Held(enum.Enum):
     SUM = "a sum in the accumulation dtype"
 
 
-class Place(enum.Enum):
+class Place(_Key):
     """Where a gradient is. One whose tier is nvme has three places, for other tiers there is one."""
 
     REST = "on its tier"

@@ -57,6 +57,8 @@ class ParameterRecord:
     stub: Tensor = field(default_factory=lambda: torch.empty(0))
     watched: bool = False
     """Whether gradients that accumulate into the parameter are collected."""
+    saved: Any = None
+    """What last stood for the parameter in what autograd saves."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # a copied or pickled parameter is an ordinary one
@@ -74,7 +76,10 @@ RECORD = "_offload_record"
 
 def record_of(parameter: object) -> ParameterRecord | None:
     """The record of an offloaded parameter, or None."""
-    return getattr(parameter, "__dict__", {}).get(RECORD)
+    try:
+        return parameter.__dict__.get(RECORD)
+    except AttributeError:
+        return None
 
 
 def make_stub(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -498,13 +498,6 @@ class Residency:
                     record.parameter.data = view
         unit.bound = True
 
-    def find(self, tensor: Tensor) -> tuple[Unit, int] | None:
-        """The unit and flat whose live buffer `tensor` is a view of."""
-        try:
-            return self.storages.get(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse layouts, functional wrappers
-            return None
-
     def keep_writes(self, unit: Unit) -> None:
         """Carries in-place writes to a resident unit's parameters over to the resting planes.
 
