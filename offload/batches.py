@@ -74,7 +74,7 @@ class BatchTraining(StateAccess):
         batches = list(micro_batches)
         if not batches:
             raise ValueError("train_batch needs at least one micro-batch")
-        if self._held():
+        if self._holds_gradients():
             raise GradientError(
                 "train_batch was called with gradients of an earlier backward: step() or zero_grad() first"
             )
@@ -114,6 +114,10 @@ class BatchTraining(StateAccess):
         loss, divisor = self._over_ranks(work, loss)
         self._clip_factor /= divisor
         return loss
+
+    def _holds_gradients(self) -> bool:
+        """Whether anything is left of an earlier backward."""
+        return bool(self._held())
 
     def _known_divisor(self, work: MicroBatches) -> float | None:
         """What the gradients are to be divided by, or None as long as it is not known."""

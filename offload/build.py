@@ -182,9 +182,9 @@ def draw_up(
     """
     try:
         return _draw_up(model, config, param_groups, init_fn, source, ranks)
-    except BaseException:
+    except BaseException as error:
         if ranks is not None:
-            ranks.close()
+            ranks.abandon(error)
         raise
 
 
@@ -449,8 +449,8 @@ def build_units(
             source = blueprint.source
             blueprint.creator.create([p for p in parameters.values() if source is None or not source.has(p)])
             materialise(list(parameters.values()))
-            if blueprint.ranks is not None and source is None:  # a file is the same for all
-                blueprint.hashes[spec.name] = hash_parameters(parameters.values())
+            if blueprint.ranks is not None:
+                blueprint.hashes[spec.name] = hash_parameters(parameters.values(), source)
             values = values_of(parameters, source)
             unit = Unit(index=spec.index, name=spec.name, flats=[])
             for index, flat in enumerate(layout.flats):

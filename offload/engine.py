@@ -86,10 +86,10 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
             self._schedule = choose_schedule(blueprint)
             self.optimizer = self._make_optimizer(blueprint)
             self.lr_scheduler = make_scheduler(lr_scheduler, self.optimizer)
-        except BaseException:
+        except BaseException as error:
             blueprint.device.close()
             if blueprint.ranks is not None:
-                blueprint.ranks.close()
+                blueprint.ranks.abandon(error)
             raise
         self._memory = open_memory(blueprint, faults)
         self._loader = Loader(self._memory)
@@ -111,7 +111,9 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
             self._boundary = Boundary(self.module)
             self._handover = Handover(self._memory)
             self._prepare_growth()
-        except BaseException:
+        except BaseException as error:
+            if blueprint.ranks is not None:
+                blueprint.ranks.report_failure(error)
             self._release_everything()
             raise
         self._ready = True
@@ -318,7 +320,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
         if not float(max_norm) >= 0:
             raise ValueError(f"clip_grad_norm_: max_norm = {max_norm} must be at least 0")
         self._binding.unwind()
-        self._reduce()
+        self._reduce(on_all_ranks=True)
         with self._lock:
             norm, bad = self._global_norm(self._held())
             if bad is not None and error_if_nonfinite:
@@ -360,7 +362,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
     def _step(self) -> StepResult:
         settings = self.config.optimizer
         self._gradient_queue.drain()
-        self._reduce(whole=True)
+        self._reduce(on_all_ranks=True)
         held = self._held()
         scale, norm = self._scale, None
         check = settings.check_finite or self._scaler is not None
@@ -390,6 +392,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
     def _run(self, held: Sequence[ParameterRecord], grad_scale: float) -> None:
         """Updates every parameter in `held`, now or when its unit is used next; graphs made before it are stale."""
         updates = self._unit_updates(held, grad_scale)
+        self._note_step(grad_scale)
         self._change(Status.STEPPING)
         try:
             self._updates.submit(updates)

@@ -156,13 +156,15 @@ class StateAccess(ABC):
             )
 
     @abstractmethod
-    def _reduce(self, *, whole: bool = False) -> None:
-        """Where there are other ranks, every rank gets what it updates of the gradients' mean."""
+    def _reduce(self, *, on_all_ranks: bool = False) -> None:
+        """Where there are other ranks, every rank gets what it updates of the gradients' mean. `on_all_ranks`: all of
+        them come here, also those that have had no backward.
+        """
 
     def replace_gradient(self, record: ParameterRecord, value: Tensor | None) -> None:
         """Makes `value`, as `get_full` and `.grad` show it, the parameter's gradient; None forgets it."""
         self._state(record).wait_update()
-        self._reduce(whole=True)
+        self._reduce()
         gradients = self._state(record).gradients
         if gradients is None or record.name not in self._trainable:
             if value is not None:

@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("offload")
 
-_Begun = tuple[int, dict[str, int], tuple[int, str] | None]
-"""What a rank says as a save begins: the step; fingerprints; of rank 0 the generation of the files, and its marker."""
+_Begun = tuple[tuple[int, bool], dict[str, int], tuple[int, str] | None]
+"""What a rank says as a save begins: the step, and whether it waits for the save; fingerprints; of rank 0 the
+generation of the files, and its marker.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +85,10 @@ class Save:
 
     def open(self, stack: contextlib.ExitStack) -> None:
         """Pins the moment: locks the directory (undone by `stack`), describes the state, opens this rank's file."""
-        engine, wanted, peers = self._engine, self._wanted, self._peers
-        buffers = engine._boundary.buffers()
-        self._described = describe(
-            engine, buffers, step=wanted.step, world=peers.world, data=wanted.data, extra=wanted.extra
-        )
+        wanted, peers = self._wanted, self._peers
+        buffers = self._engine._boundary.buffers()
         begun = peers.together("begin a checkpoint", lambda: self._begin(buffers, stack))
-        peers.same("the number of steps that are to be saved", [step for step, _, _ in begun])
+        peers.same("(the number of steps that are to be saved, whether to wait)", [said for said, _, _ in begun])
         opened = peers.together("open the files of a checkpoint", lambda: self._open_file(buffers, begun))
         self.nbytes = sum(nbytes for _, nbytes in opened)
         if any(tight for tight, _ in opened) and self.beside:
@@ -101,10 +100,13 @@ class Save:
     def _begin(self, buffers: dict[str, Tensor], stack: contextlib.ExitStack) -> _Begun:
         engine, wanted, peers = self._engine, self._wanted, self._peers
         engine._check_at_rest("save_checkpoint")
+        self._described = describe(
+            engine, buffers, step=wanted.step, world=peers.world, data=wanted.data, extra=wanted.extra
+        )
         engine._settle_states()
         marks = fingerprints(wanted.data, wanted.extra, buffers) if peers.world > 1 else {}
         directory = open_directory(wanted.root, wanted.target, peers.world, stack) if peers.rank == 0 else None
-        return wanted.step, marks, directory
+        return (wanted.step, wanted.wait), marks, directory
 
     def _open_file(self, buffers: dict[str, Tensor], begun: list[_Begun]) -> tuple[bool, int]:
         """Starts this rank's saver; whether it has too little room to run beside training, and bytes of its file."""

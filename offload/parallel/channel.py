@@ -2,9 +2,9 @@
 
 All ranks submit the same operations to a channel in the same order. An operation's messages carry a tag made of the
 channel, its number and its name, so data of different operations never mix. [Note: stalls] A rank that waits for long
-says in the job's store what it waits in; as soon as it sees that another rank waits in a different operation of the
-same number, or has failed, it raises an error that names both. The thread that is stuck in a message then stays there
-until the channel is closed, which cuts the connections.
+says in the job's store what it waits in; as soon as it sees that another rank has failed, or that the two wait for each
+other (see `stalls`), it raises an error that names both. The thread that is stuck in a message then stays there until
+the channel is closed, which cuts the connections.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from offload.errors import ParallelError
 from offload.parallel.collectives import Allocate, Collectives, RankGoneError
 from offload.parallel.ranks import Ranks
+from offload.parallel.stalls import Stall, contradiction, say, unsay, whereabouts
 from swap.tickets import fresh
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class Pending(Generic[T]):
         self._job: Callable[[Collectives], T] | None = job
         self._before = before
         self._ended = threading.Event()
+        self.awaited = False
+        """Whether somebody waits for it."""
         self._result: T | None = None
         self._error: BaseException | None = None
 
@@ -64,8 +67,12 @@ class Pending(Generic[T]):
         Raises:
             ParallelError: it failed, or an earlier one of the channel did.
         """
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"{self.what}: not done after {timeout} s")
+        self.awaited = True
+        try:
+            if not self._ended.wait(timeout):
+                raise TimeoutError(f"{self.what}: not done after {timeout} s")
+        finally:
+            self.awaited = False
         if self._error is not None:
             raise _anew(self._error)
 
@@ -76,9 +83,11 @@ class Pending(Generic[T]):
 
 
 class Channel:
-    """One order of operations. `allocate(numel, dtype)` gives host memory for what they need beside their operands."""
+    """One order of operations. `allocate(numel, dtype)` gives host memory for what they need beside their operands.
+    `everybody`: whether all ranks take part in all of them, and programs wait for them.
+    """
 
-    def __init__(self, name: str, ranks: Ranks, allocate: Allocate) -> None:
+    def __init__(self, name: str, ranks: Ranks, allocate: Allocate, *, everybody: bool = False) -> None:
         self.name, self._ranks = name, ranks
         self._changed = threading.Condition()
         self._queue: deque[Pending[Any]] = deque()
@@ -86,7 +95,9 @@ class Channel:
         self._number = 0
         self._since = 0.0
         self._error: BaseException | None = None
-        self._closed = False
+        self._closed = self._said = False
+        if everybody:
+            ranks.come_to[name] = 0
         self._latency = 0.0  # seconds before every operation, to see what waits for them
         self._collectives = Collectives(ranks, allocate, self._tag)
         self._threads = [
@@ -117,6 +128,8 @@ class Channel:
             if self._closed:
                 raise ParallelError(f"{what}: the engine is closed")
             self._queue.append(pending)
+            if self.name in self._ranks.come_to:
+                self._ranks.come_to[self.name] += 1
             self._changed.notify_all()
         return pending
 
@@ -178,11 +191,12 @@ class Channel:
             rank = error.rank
         late = "imed out" in text
         missing = f"rank {rank} did not come within {limit}, or with another length" if late else f"rank {rank} is gone"
-        named = ParallelError(f"{what}: {missing} ({text[:200]}){self._said(limit)}")
+        there = whereabouts(self._ranks, rank) if late else ""
+        named = ParallelError(f"{what}: {missing} ({text[:200]}){there}{self._reason(limit)}")
         named.__cause__ = error.with_traceback(None)
         return named
 
-    def _said(self, limit: str) -> str:
+    def _reason(self, limit: str) -> str:
         for _ in range(10):  # who failed may be about to say so
             first = self._ranks.first_failure()
             if first is not None:
@@ -200,26 +214,24 @@ class Channel:
             if not self._open():
                 return False
             current, number, waited = self._current, self._number, time.monotonic() - self._since
+            waits = any(pending.awaited for pending in (current, *self._queue) if pending is not None)
         if current is None or waited < _STALL or self._ranks.closed:
+            if self._said:
+                self._said = False
+                unsay(self._ranks, self.name)
             return True
         first = self._ranks.first_failure()
         if first is not None:
             self.fail(ParallelError(f"{current.what}: another rank has failed; {first}"))
             return False
-        self._ranks.publish(f"{self.name}/{self._ranks.rank}", f"{number} {current.what}")
-        for rank in self._ranks.members("world"):
-            said = self._ranks.look_up(f"{self.name}/{rank}")
-            if said is None:
-                continue
-            at, _, what = said.partition(" ")
-            if int(at) == number and what != current.what:
-                error = ParallelError(
-                    f"ranks do different things: rank {self._ranks.rank} is to {current.what}, but rank {rank} is to "
-                    f"{what}; all ranks have to use the same modules and call the engine in the same order"
-                )
-                self._ranks.report_failure(RuntimeError(str(error)))
-                self.fail(error)
-                return False
+        own = Stall(number=number, what=current.what, waits=waits, come_to=dict(self._ranks.come_to))
+        self._said = True
+        say(self._ranks, self.name, own)
+        why = contradiction(self._ranks, self.name, own)
+        if why is not None:
+            self._ranks.report_failure(RuntimeError(why))
+            self.fail(ParallelError(why))
+            return False
         if waited > self._ranks.timeout + _STALL:
             self.fail(ParallelError(f"{current.what}: not done after parallel.timeout = {self._ranks.timeout:g} s"))
             return False

@@ -16,6 +16,7 @@ from offload.parallel.gather import Gathering
 from offload.parallel.kept import GATHER, REDUCTION, SECONDARY
 from offload.parallel.ranks import Ranks
 from offload.parallel.reduction import Reduction
+from offload.parallel.stalls import CHANNELS
 from offload.parameters import ParameterRecord
 from offload.residency import Phase, Residency, Unit
 from offload.state import FlatState
@@ -44,7 +45,7 @@ class Cluster:
         kept: bool | int = True,
     ) -> None:
         self.ranks, self.division, self._memory = ranks, division, memory
-        self._states = states
+        self._states, self._kept = states, kept
         self._channels: list[Channel] = []
         self._further: dict[str, Channel] = {}
         try:
@@ -73,7 +74,13 @@ class Cluster:
 
     def _open(self, name: str) -> Channel:
         kind = {"gather": GATHER, "reduce": REDUCTION}.get(name, "exchange")
-        channel = Channel(name, self.ranks, lambda n, dtype: self._memory.host(n, dtype, kind))
+        parted = self.ranks.shard_size < self.ranks.world or (name == "gather" and not isinstance(self._kept, bool))
+        channel = Channel(
+            name,
+            self.ranks,
+            lambda n, dtype: self._memory.host(n, dtype, kind),
+            everybody=name in CHANNELS and not parted,
+        )
         self._channels.append(channel)
         return channel
 

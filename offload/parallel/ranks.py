@@ -85,6 +85,8 @@ class Ranks:
         self.shard_size, self.replicate_size = grid(self.world, shard_size, replicate_size)
         self.replicate_rank, self.shard_rank = divmod(self.rank, self.shard_size)
         self.counters = Counters()
+        self.come_to: dict[str, int] = {}
+        """Operations that were submitted, by channel of which all ranks take part in all."""
         self.on_close: list[Callable[[], None]] = []
         self.closed = False
         self.on_device = device_kind == "cuda" and dist.get_backend() == "nccl"
@@ -114,7 +116,22 @@ class Ranks:
 
         Raises:
             ValueError: sizes of groups that do not make up the number of ranks.
+            ParallelError: some ranks do not come.
         """
+        try:
+            return cls._open_all(shard_size, replicate_size, timeout, device_kind)
+        except RuntimeError as error:
+            if isinstance(error, ParallelError):
+                raise
+            raise ParallelError(
+                f"not all ranks came to offload.initialize within parallel.timeout = {timeout:g} s, or they cannot "
+                f"reach each other: {' '.join(str(error).split())[:300]}"
+            ) from error
+
+    @classmethod
+    def _open_all(
+        cls, shard_size: int | None, replicate_size: int | None, timeout: float, device_kind: str
+    ) -> Ranks | None:
         owned, before = False, None
         if not (dist.is_available() and dist.is_initialized()):
             world = _number(os.environ, "WORLD_SIZE", 1)
@@ -237,6 +254,11 @@ class Ranks:
             if (said := ranks.look_up(_FAILURE)) is not None or ranks._reach.lost:
                 return said  # who cannot be reached once is not waited for again
         return None
+
+    def abandon(self, error: BaseException) -> None:
+        """Closes because of `error`, which the others are told."""
+        self.report_failure(error)
+        self.close()
 
     def report_loss(self, rank: int) -> int:
         """Tells the others that `rank` does not answer. The first one that was missed: who misses it may end too."""

@@ -11,6 +11,11 @@ gradients of units.
 [Note: numbers] What is sent is the sum of this rank's own contributions, rounded to the wire dtype. The sum over ranks
 is taken in fp32 in rank order, divided by the number of ranks, and rounded to the wire dtype in all stages alike. With
 replicas of shards (hybrid) there are two such sums, the second one once a step.
+
+[Note: same step] Operations are named after the step that they belong to, so that gradients of different steps are
+never added: a rank that has had no backward since the last step takes part in a window at its end even so, and one
+that had more of them than others, where each is a window, is found out. With a window go the values of the last step,
+such as learning rates: ranks that update with different ones would drift apart without a sign.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from torch import Tensor
 
 from offload.errors import GradientError
 from offload.layout import Division, Flat
+from offload.parallel.alike import check_alike
 from offload.parallel.channel import Channel, Pending
 from offload.parallel.collectives import Collectives
 from offload.parallel.kept import REDUCTION
@@ -70,6 +76,8 @@ class Reduction:
         self._under_way: deque[tuple[int, Pending[None]]] = deque()
         self._present: dict[int, set[str]] = {}
         self._unsent = False
+        self._windows = 0  # of this step that have ended
+        self._apart: set[int] = set()  # units that are reduced, but not yet over replicas
         self._closed = False  # whether reductions of a window that has ended may be under way
         self.syncing = True
         """Whether a backward that runs now ends with a window, see [Note: windows]."""
@@ -79,6 +87,10 @@ class Reduction:
         """Whether units are reduced during backward."""
         self.settle_local: Callable[[], None] = lambda: None
         """Waits until this rank's own gradients are where they rest: a reduction reads them from another thread."""
+        self.step: Callable[[], int] = lambda: 0
+        """Steps so far."""
+        self.last_step: Mapping[str, object] = {}
+        """What the last step was made with, the same on all ranks; by name."""
         self.on_reduced: Callable[[int], None] | None = None
         """Called with the index of a unit whose gradients are final, in order."""
 
@@ -132,9 +144,11 @@ class Reduction:
 
     # At the end of the step
 
-    def finish(self) -> None:
-        """Reduces what is not reduced yet and waits for all of it."""
-        if self._unsent or self._next:
+    def finish(self, *, on_all_ranks: bool = False) -> None:
+        """Reduces what is not reduced yet and waits for all of it. `on_all_ranks`: other ranks come here too, and may
+        have gradients where this one has none.
+        """
+        if self._unsent or self._next or (on_all_ranks and not self._windows):
             self._close_window()
             self._unsent = False
         while self._under_way:
@@ -145,16 +159,25 @@ class Reduction:
             self._use_order(better)
 
     def across_replicas(self) -> None:
-        """The second sum of hybrid sharding, over the groups that hold the same shards."""
+        """The second sum of hybrid sharding, over the groups that hold the same shards, of what was reduced since the
+        last one.
+        """
         if self._ranks.replicate_size == 1 or self._division.size == 1:
             return
         for index in self._order:
             states = [state for state in self._units[index] if state.division.divides(state.flat)]
-            if self._present.get(index) and states:
+            if index in self._apart and self._present.get(index) and states:
                 job = partial(self._sum_replicas, index, states)
-                what = f"sum the gradients of {self._names[index]} over replicas"
+                what = f"sum the gradients of {self._names[index]} over replicas in step {self.step()}"
                 self._under_way.append((index, self._channel.submit(what, job)))
         self._wait_for_all()
+        self._apart.clear()
+
+    def held(self) -> bool:
+        """Whether this rank has gradients, its own or reduced ones."""
+        self._wait_for_all()
+        local = (state.local for states in self._units.values() for state in states if state.local is not None)
+        return bool(self.present()) or any(gradients.names() for gradients in local)
 
     def present(self) -> set[str]:
         """Parameters for which any rank has had a gradient, of those that are reduced."""
@@ -186,6 +209,8 @@ class Reduction:
         """All gradients are dropped: what is under way is waited for."""
         self._wait_for_all()
         self._next, self._unsent, self._late, self._seen = 0, False, set(), {}
+        self._windows = 0
+        self._apart.clear()
         self._present.clear()
 
     def forget_unit(self, index: int) -> None:
@@ -198,14 +223,19 @@ class Reduction:
         self.settle_local()
         self._send_until(len(self._order))
         late, seen = sorted(self._late), list(self._seen)
-        pending = self._channel.submit("reduce late gradients", partial(self._reduce_late, late, seen))
+        job = partial(self._reduce_late, late, seen, dict(self.last_step))
+        pending = self._channel.submit(f"reduce late gradients in step {self.step()}", job)
         self._under_way.append((-1, pending))
+        self._windows += 1
         self._closed = True
         self._next, self._late, self._seen = 0, set(), {}
 
-    def _reduce_late(self, late: list[int], seen: list[int], collectives: Collectives) -> None:
-        everybody = collectives.all_gather_objects((late, seen), "world")
-        again = sorted({index for of_rank, _ in everybody for index in of_rank})
+    def _reduce_late(
+        self, late: list[int], seen: list[int], last: Mapping[str, object], collectives: Collectives
+    ) -> None:
+        everybody = collectives.all_gather_objects((late, seen, last), "world")
+        check_alike([of_rank for _, _, of_rank in everybody], "the last step was made with different values")
+        again = sorted({index for of_rank, _, _ in everybody for index in of_rank})
         for index in again:
             self._reduce(index, collectives)
         if again:
@@ -219,7 +249,8 @@ class Reduction:
             index = self._order[self._next]
             self._next += 1
             job = partial(self._reduce, index)
-            pending = self._channel.submit(f"reduce the gradients of {self._names[index]}", job)
+            what = f"reduce the gradients of {self._names[index]} in step {self.step()}"
+            pending = self._channel.submit(what, job)
             self._under_way.append((index, pending))
 
     def _wait_for_one(self) -> None:
@@ -237,6 +268,7 @@ class Reduction:
             names = {name for of_rank in held for name in of_rank[place]}
             if names:
                 self._reduce_flat(state, names, collectives)
+                self._apart.add(index)
                 self._present.setdefault(index, set()).update(names)
 
     def _reduce_flat(self, state: FlatState, names: set[str], collectives: Collectives) -> None:

@@ -6,13 +6,14 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from offload.batches import BatchTraining
+from offload.parallel.alike import check_alike, group_values, settings_of
 from offload.parallel.exits import watch
 from offload.parallel.job import launched_ranks
 from offload.parallel.kept import after_forward
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from offload.build import Blueprint
     from offload.config import Config
     from offload.config.schema import ParallelConfig
+    from offload.optimizer import EngineOptimizer
     from offload.parallel.cluster import Cluster
     from offload.schedule.choice import Schedule
 
@@ -79,6 +81,8 @@ class Together(BatchTraining):
     """The part of an engine that reduces gradients over ranks and reads what is divided among them."""
 
     config: Config
+    optimizer: EngineOptimizer
+    lr_scheduler: Any
     _blueprint: Blueprint
     _schedule: Schedule
 
@@ -99,9 +103,12 @@ class Together(BatchTraining):
             kept=blueprint.kept,
         )
         cluster.reduction.settle_local = self._gradient_queue.drain
+        cluster.reduction.step = lambda: self._step_count + self._skipped_steps
         try:
-            hashes = cluster.all_of("compare first values", blueprint.hashes)
-            compare(hashes, [blueprint.ranks.members("world")], "at the start")
+            own = settings_of(self.config, blueprint, self.optimizer, self.lr_scheduler)
+            said = cluster.all_of("compare settings and first values", (own, blueprint.hashes))
+            check_alike([settings for settings, _ in said], "ranks are not set up alike")
+            compare([hashes for _, hashes in said], [blueprint.ranks.members("world")], "at the start")
             if cluster.divides_weights:
                 leases = blueprint.plan.planned[str(Tier.DEVICE)].get("leases", 0)
                 room = cluster.agree_on_least("agree on room for gathered weights", leases)
@@ -147,14 +154,25 @@ class Together(BatchTraining):
         finally:
             reduction.syncing = before
 
-    def _reduce(self, *, whole: bool = False) -> None:
-        """Every rank gets the mean over ranks of the gradients that it updates; `whole`: at the end of a step."""
+    def _reduce(self, *, on_all_ranks: bool = False) -> None:
+        """Every rank gets the mean over ranks of the gradients that it updates."""
         if self._cluster is None:
             return
         self._gradient_queue.drain()
-        self._cluster.reduction.finish()
-        if whole:
-            self._cluster.reduction.across_replicas()
+        self._cluster.reduction.finish(on_all_ranks=on_all_ranks)
+        self._cluster.reduction.across_replicas()
+
+    def _holds_gradients(self) -> bool:
+        return super()._holds_gradients() if self._cluster is None else self._cluster.reduction.held()
+
+    def _note_step(self, grad_scale: float) -> None:
+        """Takes note of what a step is made with: the other ranks must do the same."""
+        if self._cluster is None:
+            return
+        values: dict[str, object] = {"its number": self._step_count, "the factor of gradients": grad_scale}
+        for index, group in enumerate(self.optimizer.param_groups):
+            values |= group_values(index, group)
+        self._cluster.reduction.last_step = values
 
     def _communicated(self) -> dict[str, int]:
         """Bytes through collectives so far, for `counters()`."""
@@ -229,7 +247,7 @@ class Together(BatchTraining):
 
     def _known_divisor(self, work: MicroBatches) -> float | None:
         tokens = work.tokens()
-        if tokens is None or self._cluster is None or not work.counted:
+        if tokens is None or self._cluster is None:
             return tokens
         return self._over_ranks(work, 0.0)[1]
 
@@ -237,13 +255,19 @@ class Together(BatchTraining):
         if self._cluster is None:
             return super()._over_ranks(work, loss)
         world = self._cluster.ranks.world
-        mine = (*work.sums(), loss) if work.counted else (0.0, 0, loss)
+        mine = (*work.sums(), loss, work.counted) if work.counted else (0.0, 0, loss, False)
         sums = self._cluster.all_of("sum the losses and target tokens", mine)
-        tokens = sum(count for _, count, _ in sums)
+        counted = [rank for rank, (*_, of_rank) in enumerate(sums) if of_rank]
+        if counted and len(counted) < world:
+            raise ValueError(
+                f"train_batch: loss_fn gave token counts on ranks {', '.join(map(str, counted))} of {world} only; all "
+                "ranks need them, or none"
+            )
+        tokens = sum(count for _, count, *_ in sums)
         if not tokens:
-            return sum(of_rank for _, _, of_rank in sums) / world, 1.0
+            return sum(of_rank for _, _, of_rank, _ in sums) / world, 1.0
         # The reduced gradients are divided by the number of ranks already.
-        return sum(total for total, _, _ in sums) / tokens, tokens / world
+        return sum(total for total, *_ in sums) / tokens, tokens / world
 
     # Reading what is divided
 
@@ -259,7 +283,7 @@ class Together(BatchTraining):
         """The accumulated gradient as a new 1-D CPU tensor in the accumulation dtype, or None; as it rests."""
         if self._cluster is None:
             return super()._read_gradient(record)
-        self._reduce(whole=True)
+        self._reduce()
         if record.name not in self._cluster.reduction.present():
             return None
         gradients = self._gradients(record)

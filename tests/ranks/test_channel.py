@@ -19,6 +19,7 @@ from offload.errors import ParallelError
 from offload.parallel.channel import Channel
 from offload.parallel.collectives import Collectives
 from offload.parallel.ranks import Ranks
+from offload.parallel.stalls import Stall, say
 from tests.ranks.harness import Outcome, RankPool
 
 PoolOf = Callable[[int], RankPool]
@@ -274,7 +275,8 @@ def test_waits_can_be_interrupted(pool_of: PoolOf) -> None:
 def after_a_failure() -> list[int]:
     """What was said on behalf of an engine that is closed is not held against the next one."""
     with opened() as (ranks, channel):
-        ranks.publish(f"test/{ranks.rank}", "2 gather something else")  # as a rank does that has waited for long
+        # As a rank does that has waited for long.
+        say(ranks, "test", Stall(number=2, what="gather something else", waits=True, come_to={}))
         if ranks.rank == 0:
             ranks.report_failure(ValueError("of the first engine"))
         channel.submit("tell", tell).wait()
