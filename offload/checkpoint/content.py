@@ -16,6 +16,7 @@ from offload.checkpoint.format import decode_state, encode_state
 from offload.checkpoint.load import match_groups
 from offload.checkpoint.manifest import Manifest, SavedBuffer, SavedFile, SavedParameter
 from offload.checkpoint.regions import encoding_of
+from optimizer_cpu import AdamWHyper
 
 if TYPE_CHECKING:
     from offload.checkpoint.access import CheckpointAccess
@@ -121,11 +122,21 @@ def restore_groups(engine: CheckpointAccess, manifest: Manifest, where: str) -> 
     result = []
     for group, number in zip(engine.optimizer.param_groups, chosen, strict=True):
         options = None if number < 0 else {k: v for k, v in saved[number][1].items() if k in group}
-        if options is not None and ("lr" not in options or not isinstance(options.get("betas"), (tuple, list))):
-            raise DamagedCheckpointError(f"{where}: groups[{number}] lacks lr or betas")
+        if options is not None:
+            _check_options(options, f"{where}: groups[{number}]")
         result.append((group, options))
     engine._group_order = chosen
     return result
+
+
+def _check_options(options: Mapping[str, Any], where: str) -> None:
+    """Refuses hyperparameters that no step could use."""
+    try:
+        beta1, beta2 = (float(beta) for beta in options["betas"])
+        decay, eps = float(options["weight_decay"]), float(options["eps"])
+        AdamWHyper(lr=float(options["lr"]), beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay, step=1)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamagedCheckpointError(f"{where}: hyperparameters that no step could use: {error!r}") from None
 
 
 def restore_scheduler(engine: CheckpointAccess, manifest: Manifest, where: str) -> dict[str, Any] | None:
@@ -146,7 +157,7 @@ def restore_scheduler(engine: CheckpointAccess, manifest: Manifest, where: str) 
             f"{where}: saved with lr_scheduler {name}, this engine has {mine}; pass the same scheduler, or load with "
             "weights_only=True"
         )
-    state = decode_state(saved["state"], f"{where}: scheduler")
+    state = decode_state(saved.get("state"), f"{where}: scheduler")
     if not isinstance(state, dict):
         raise DamagedCheckpointError(f"{where}: scheduler has no state")
     order = engine._group_order

@@ -31,6 +31,8 @@ PIECE_LIMIT = 64 << 20
 MANIFEST_LIMIT, INDEX_LIMIT, HEADER_LIMIT = 64 << 20, 256 << 20, 100_000_000
 _NUMBER_LIMIT = 1 << 62
 _STATE_TENSOR_LIMIT = 1 << 20
+_DEEPEST_STATE, _DEEPEST_JSON = 30, 100
+"""Levels of nesting that a state may have, and the JSON that is written for it."""
 
 STEP_DIRECTORY = re.compile(r"step-(\d{8,12})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
@@ -187,12 +189,34 @@ def shape_of(value: object, where: str) -> tuple[tuple[int, ...], int]:
 # States of schedulers and generators: Python values that JSON lacks are written as {"$kind": ...}.
 
 
-def encode_state(value: Any, where: str) -> Any:
-    """`value` as JSON: None, booleans, numbers, strings, lists, dicts, tuples, bytes, Counters and small tensors.
+def check_depth(value: Any, where: str) -> None:
+    """Refuses JSON that is nested so deeply that walking through it could exhaust the stack.
 
     Raises:
-        CheckpointError: anything else; `where` names it.
+        DamagedCheckpointError: more than 100 levels.
     """
+    level = [value]
+    for _ in range(_DEEPEST_JSON):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise DamagedCheckpointError(f"{where}: nested more than {_DEEPEST_JSON} levels deep")
+
+
+def encode_state(value: Any, where: str, *, limit: int = _STATE_TENSOR_LIMIT, depth: int = 0) -> Any:
+    """`value` as JSON: None, booleans, numbers, strings, lists, dicts, tuples, bytes, Counters and tensors of at most
+    `limit` bytes; `depth` levels deep already.
+
+    Raises:
+        CheckpointError: anything else, or more than 30 levels; `where` names it.
+    """
+    if depth > _DEEPEST_STATE:
+        raise CheckpointError(f"{where:.200}: nested more than {_DEEPEST_STATE} levels deep, or within itself")
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -200,15 +224,17 @@ def encode_state(value: Any, where: str) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
-        return _encode_tensor(value, where)
+        return _encode_tensor(value, where, limit)
     if isinstance(value, (list, tuple)):
-        items = [encode_state(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        items = [encode_state(item, f"{where}[{i}]", limit=limit, depth=depth + 1) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         kind = "$counter" if isinstance(value, Counter) else "$dict"
         if kind == "$dict" and all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode_state(item, f"{where}.{key}") for key, item in value.items()}
-        return {kind: [[encode_state(k, where), encode_state(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+            return {k: encode_state(v, f"{where}.{k}", limit=limit, depth=depth + 1) for k, v in value.items()}
+        keys = [encode_state(k, where, depth=depth + 1) for k in value]
+        values = [encode_state(v, f"{where}[{k!r}]", limit=limit, depth=depth + 1) for k, v in value.items()]
+        return {kind: [list(pair) for pair in zip(keys, values, strict=True)]}
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy scalars
         return encode_state(value.item(), where)
     raise CheckpointError(
@@ -217,11 +243,11 @@ def encode_state(value: Any, where: str) -> Any:
     )
 
 
-def _encode_tensor(value: Tensor, where: str) -> Any:
-    if value.numel() * value.element_size() > _STATE_TENSOR_LIMIT or value.dtype not in DTYPE_NAMES:
+def _encode_tensor(value: Tensor, where: str, limit: int) -> Any:
+    if value.numel() * value.element_size() > limit or value.dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"{where} is a {value.dtype} tensor of {value.numel():,} elements; a state may hold tensors of up to "
-            f"{format_bytes(_STATE_TENSOR_LIMIT)}"
+            f"{format_bytes(limit)}"
         )
     flat = value.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

@@ -76,7 +76,10 @@ class Load:
         self._data = decode_state(values.get("data", manifest.data), f"{where}: data")
         self._extra = decode_state(values.get("extra", manifest.extra), f"{where}: extra")
         self._own_buffers = {}
-        for name, encoded in (values.get("buffers") or {}).items():
+        own = values.get("buffers") or {}
+        if not isinstance(own, dict):
+            raise DamagedCheckpointError(f"{where}: the buffers of rank {self._peers.rank} are not an object")
+        for name, encoded in own.items():
             value, saved = decode_state(encoded, f"{where}: buffer {name!r:.80}"), manifest.buffers.get(name)
             found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
             if saved is None or found != (saved.shape, saved.dtype):

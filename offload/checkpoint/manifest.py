@@ -20,6 +20,7 @@ from offload.checkpoint.format import (
     MANIFEST,
     MANIFEST_LIMIT,
     VERSION,
+    check_depth,
     check_encoding,
     dump_json,
     integer,
@@ -182,6 +183,8 @@ def read_manifest(directory: Path) -> Manifest:
     for name, kind in (("files", list), ("parameters", dict), ("buffers", dict), ("groups", list), ("engine", dict)):
         if not isinstance(values.get(name), kind):
             raise DamagedCheckpointError(f"{path}: {name} is missing or not a {kind.__name__}")
+    for name in ("groups", "scheduler", "scaler", "engine", "data", "extra", "config", "versions"):
+        check_depth(values.get(name), f"{path}: {name}")
     return Manifest(
         step=integer(values.get("step"), f"{path}: step"),
         world=integer(values.get("world"), f"{path}: world", low=1),
@@ -259,6 +262,8 @@ def read_index(directory: Path, file: SavedFile | str) -> Index:
         raise DamagedCheckpointError(f"{path}: its SHA-256 is not the one in the manifest: the file has changed")
     values = parse_json(data, path)
     _check_version(values, path)
+    for key in ("rng", "own"):
+        check_depth(values.get(key), f"{path}: {key}")
     pieces = values.get("pieces")
     if not isinstance(pieces, list):
         raise DamagedCheckpointError(f"{path}: pieces is missing")

@@ -152,5 +152,7 @@ def own_values(
             f"{OWN_LIMIT >> 20} MiB; make them the same on all ranks, or register them with persistent=False"
         )
     if different:
-        own["buffers"] = {name: encode_state(buffer.cpu(), name) for name, buffer in different.items()}
+        own["buffers"] = {
+            name: encode_state(buffer.cpu(), name, limit=OWN_LIMIT) for name, buffer in different.items()
+        }
     return own or None

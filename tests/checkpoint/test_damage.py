@@ -235,6 +235,52 @@ def test_a_huge_manifest_is_not_read(saved: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
+def nested(levels: int, kind: str) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"list": [value], "dict": {"a": value}, "tuple": {"$tuple": [value]}}[kind]
+    return value
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    **{
+        f"{key} nested {levels} {kind}": lambda m, key=key, levels=levels, kind=kind: m.update(  # type: ignore[misc]
+            {key: nested(levels, kind)}
+        )
+        for key in ("data", "extra", "scheduler")
+        for levels, kind in ((102, "list"), (400, "tuple"), (900, "dict"))
+    },
+    "options nested": lambda m: m["groups"][0].update(options=nested(900, "list")),
+    "config nested": lambda m: m.update(config={"x": nested(900, "list")}),
+    "lr": lambda m: m["groups"][0]["options"].update(lr="fast"),
+    "no lr": lambda m: m["groups"][0]["options"].pop("lr"),
+    "negative lr": lambda m: m["groups"][0]["options"].update(lr=-1.0),
+    "lr that is none": lambda m: m["groups"][0]["options"].update(lr={"$float": "nan"}),
+    "one beta": lambda m: m["groups"][0]["options"].update(betas=[0.9]),
+    "eps": lambda m: m["groups"][0]["options"].update(eps=None),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_hostile_states(tmp_path: Path, saved: Path, name: str) -> None:
+    rewrite(saved, STATES[name])
+    with running(decoder(seed=1), CASE, tmp_path) as engine:
+        before = states_of(engine)
+        with pytest.raises(offload.CheckpointError):
+            engine.load_checkpoint(saved)
+        assert_states_equal(states_of(engine), before)
+
+
+OWN = [[1], "x", {"buffers": [1]}, {"buffers": 5}, {"buffers": {"b": 1}}, nested(900, "list")]
+
+
+@pytest.mark.parametrize("own", OWN, ids=range(len(OWN)))
+def test_values_of_a_rank_that_are_none(tmp_path: Path, saved: Path, own: Any) -> None:
+    rewrite_index(saved, lambda index: index.update(own=own))
+    with running(decoder(seed=1), CASE, tmp_path) as engine, pytest.raises(DamagedCheckpointError):
+        engine.load_checkpoint(saved)
+
+
 @pytest.mark.parametrize("rng", [{"$tensor": ["F32", [9], "AAAA"]}, {"python": 3}, {"$eval": "1"}, [1, 2]])
 def test_states_of_generators_that_are_none(tmp_path: Path, saved: Path, rng: Any) -> None:
     rewrite_index(saved, lambda index: index.update(rng=rng))
@@ -318,7 +364,14 @@ def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     with running(decoder(), CASE, tmp_path) as engine:
         with pytest.raises(offload.CheckpointError, match=r"data\.reader is a .*object"):
             engine.save_checkpoint(tmp_path / "ck", data={"reader": object()})
+        itself: list[Any] = []
+        itself.append(itself)
+        for deep in (itself, nested(31, "list")):
+            with pytest.raises(offload.CheckpointError, match="nested more than 30 levels deep, or within itself"):
+                engine.save_checkpoint(tmp_path / "ck", data=deep)
         assert not list((tmp_path / "ck").glob("*"))
+        engine.save_checkpoint(tmp_path / "ck", data=[nested(29, "dict"), {0: nested(9, "tuple")}])
+        assert engine.load_checkpoint(tmp_path / "ck").data[0] == nested(29, "dict")
         engine.save_checkpoint(tmp_path / "ck", data={"a": (1, 2.5, None), 3: float("inf"), "t": torch.arange(3)})
         data = engine.load_checkpoint(tmp_path / "ck").data
         assert data["a"] == (1, 2.5, None) and data[3] == float("inf") and torch.equal(data["t"], torch.arange(3))

@@ -312,6 +312,40 @@ def test_a_missing_file_is_named_on_all_ranks(pool_of: PoolOf, tmp_path: Path) -
     pool_of(2).run(damaged, str(tmp_path))
 
 
+class Statistics(torch.nn.Module):
+    """Buffers that are each rank's own: running statistics, and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(7, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1)
+        self.register_buffer("seen", torch.full((1 << 19,), float(dist.get_rank())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.last(self.norm(self.first(x)))
+        return hidden
+
+
+def own_buffers(folder: str) -> None:
+    root, rank = Path(folder), dist.get_rank()
+    config: dict[str, Any] = {"device": "cpu", "parallel": {"stage": 3, "timeout": 60.0}}
+    batch = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
+    torch.manual_seed(0)
+    with offload.initialize(Statistics(), config) as engine:
+        engine.train_batch([(batch,)], lambda outputs, _: outputs.square().mean())
+        engine.save_checkpoint(root / "ck")
+        mean = engine.module.norm.running_mean.clone()
+    torch.manual_seed(1)
+    with offload.initialize(Statistics(), config) as engine:
+        engine.module.seen.fill_(9.0)
+        engine.load_checkpoint(root / "ck")
+        assert torch.equal(engine.module.norm.running_mean, mean)
+        assert engine.module.seen.eq(rank).all()
+
+
+def test_buffers_of_each_rank_come_back(pool_of: PoolOf, tmp_path: Path) -> None:
+    pool_of(2).run(own_buffers, str(tmp_path))
+
+
 class Saving(torch.nn.Module):
     """A decoder that saves when its third block's backward begins, which is after the last block's early update."""
 
