@@ -10,7 +10,8 @@ gradients of units.
 
 [Note: numbers] What is sent is the sum of this rank's own contributions, rounded to the wire dtype. The sum over ranks
 is taken in fp32 in rank order, divided by the number of ranks, and rounded to the wire dtype in all stages alike. With
-replicas of shards (hybrid) there are two such sums, the second one once a step.
+replicas of shards (hybrid) there are two such sums, the second one once a step; also of what no rank divides, such as
+persistent parameters, so that which these are changes no bits.
 
 [Note: same step] Operations are named after the step that they belong to, so that gradients of different steps are
 never added: a rank that has had no backward since the last step takes part in a window at its end even so, and one
@@ -162,11 +163,11 @@ class Reduction:
         """The second sum of hybrid sharding, over the groups that hold the same shards, of what was reduced since the
         last one.
         """
-        if self._ranks.replicate_size == 1 or self._division.size == 1:
+        if not self._two_sums:
             return
         for index in self._order:
-            states = [state for state in self._units[index] if state.division.divides(state.flat)]
-            if index in self._apart and self._present.get(index) and states:
+            states = self._units[index]
+            if index in self._apart and self._present.get(index):
                 job = partial(self._sum_replicas, index, states)
                 what = f"sum the gradients of {self._names[index]} over replicas in step {self.step()}"
                 self._under_way.append((index, self._channel.submit(what, job)))
@@ -178,6 +179,11 @@ class Reduction:
         self._wait_for_all()
         local = (state.local for states in self._units.values() for state in states if state.local is not None)
         return bool(self.present()) or any(gradients.names() for gradients in local)
+
+    @property
+    def _two_sums(self) -> bool:
+        division = self._division
+        return division.stage > 0 and division.size > 1 and self._ranks.replicate_size > 1
 
     def present(self) -> set[str]:
         """Parameters for which any rank has had a gradient, of those that are reduced."""
@@ -282,7 +288,8 @@ class Reduction:
             part = collectives.reduce_scatter(send, "shard", CATEGORY).mul_(1.0 / division.size)
             start = division.owned(flat)[0]
         else:
-            part = collectives.all_reduce(send, "world", CATEGORY, scale=1.0 / self._ranks.world)
+            group = "shard" if self._two_sums else "world"
+            part = collectives.all_reduce(send, group, CATEGORY, scale=1.0 / len(self._ranks.members(group)))
             start = 0
         del send
         self._store(state, part.to(self._wire), start, names, replace=False, on_device=device)

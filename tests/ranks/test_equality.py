@@ -80,7 +80,7 @@ def test_early_reductions_wait_for_gradients_on_their_way_to_the_disk(
     assert_equal(pool_of(2).run(slow, run, tmp_path)[0], expected_of(run))
 
 
-HYBRID = {**FEWER, "stage": [1, 2, 3], "persistent": [0], "parameters": ["host", "nvme"], "optimizer": ["host", "nvme"]}
+HYBRID = {**FEWER, "stage": [1, 2, 3], "parameters": ["host", "nvme"], "optimizer": ["host", "nvme"]}
 
 
 @pytest.mark.parametrize("run", runs_of(pairwise(HYBRID, seed=2), world=4, shard=2, wide=False), ids=str)
