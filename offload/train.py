@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 import offload
-from offload.checkpoint.run import RunCheckpoints, directory_of
+from offload.checkpoint.places import directory_of
+from offload.checkpoint.run import RunCheckpoints
 from offload.config import Config, ConfigError
 from offload.data import TextData
 from offload.interruption import Interrupted, Interruption
@@ -84,7 +85,7 @@ class _Trainer:
     ) -> None:
         self.config, self.recorder, self.job = config, run, job
         self.progress, self.interruption, self.resume = progress, interruption, resume
-        self.checkpoints = RunCheckpoints(config, directory_of(config, run.path), progress.say)
+        self.checkpoints = RunCheckpoints(config, directory_of(config, run.path), progress.say, progress.warn)
         self.evaluated_at = -1
         self._checks, self._check_every, self._checked_at = 0, 1, time.monotonic()
         self.ready = False  # whether there is something that a checkpoint could save
@@ -399,6 +400,8 @@ class _Trainer:
             "step_seconds_median_by_phase": self.timers.medians(),
             "checkpoint": None if self.checkpoints.saved is None else str(self.checkpoints.saved),
             "failed_checkpoints": self.checkpoints.failures,
+            "last_checkpoint_failed": self.checkpoints.last_failed,
+            "checkpoint_error": self.checkpoints.last_failure,
             "resumed_from": None if self.resume is None else str(self.resume),
             "interrupted": self.interrupted,
             "error": self.error,
@@ -419,7 +422,9 @@ def closing_lines(summary: dict[str, Any], directory: Path) -> list[str]:
     """What a person reads at the end of a run."""
     lines = []
     if summary["eval_loss"] is not None and math.isfinite(summary["eval_loss"]):
-        lines.append(f"held-out loss {summary['eval_loss_first']:.3f} -> {summary['eval_loss']:.3f}")
+        first, last = summary["eval_loss_first"], summary["eval_loss"]
+        # The same twice is one evaluation, which shows no course.
+        lines.append(f"held-out loss {last:.3f}" if first == last else f"held-out loss {first:.3f} -> {last:.3f}")
     if summary["steps"]:
         lines.append(
             f"{summary['steps']} steps, {summary['tokens']:,} tokens in {summary['seconds']:.1f} s "
@@ -431,6 +436,9 @@ def closing_lines(summary: dict[str, Any], directory: Path) -> list[str]:
     )
     if summary["interrupted"]:
         lines.append(f"interrupted by {summary['interrupted']} after {summary['steps']} steps")
+    if failed := summary["failed_checkpoints"]:
+        what = "1 checkpoint" if failed == 1 else f"{failed} checkpoints"
+        lines.append(f"{what} could not be saved (the last: {summary['checkpoint_error']})")
     if summary["checkpoint"]:
         more = f"; continue with --resume auto --run-dir {directory}" if summary["interrupted"] else ""
         lines.append(f"checkpoint {summary['checkpoint']}{more}")

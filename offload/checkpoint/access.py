@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from offload.checkpoint.boundary import Boundary, persistent_buffers
-from offload.checkpoint.directory import free_bytes
 from offload.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from offload.checkpoint.export import Exported, Tensors, carried_from, export_tensors, fits, model_config
 from offload.checkpoint.load import LoadReport
 from offload.checkpoint.loading import Load
+from offload.checkpoint.places import free_bytes
 from offload.checkpoint.regions import make_regions
 from offload.checkpoint.saving import Save, Wanted, is_fault
 from offload.checkpoint.streams import export_together

@@ -1,4 +1,4 @@
-"""Directories of checkpoints: finding, locking, committing, keeping and removing them.
+"""Directories of checkpoints: locking, committing, keeping and removing them.
 
 `<directory>/step-00000010/` is complete once it holds `manifest.json`, which is written last: to a temporary name,
 fsynced, renamed, and the directory fsynced. Nothing else decides. Removal begins with the manifest.
@@ -12,62 +12,18 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
-import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offload.checkpoint.errors import CheckpointError, CheckpointSaveError, IncompleteCheckpointError
-from offload.checkpoint.format import MANIFEST, STEP_DIRECTORY, index_file
+from offload.checkpoint.errors import CheckpointError, CheckpointSaveError
+from offload.checkpoint.format import index_file
 from offload.checkpoint.manifest import Manifest, SavedFile, read_index, read_manifest
+from offload.checkpoint.places import MANIFEST, complete_checkpoints, free_bytes, is_complete, step_directories
 from swap.geometry import format_bytes
 
 log = logging.getLogger("offload")
 
 _OURS = (".safetensors", ".json", ".tmp")
-
-
-def step_directories(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every directory named like a checkpoint, complete or not, oldest first. Follows no links."""
-    found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
-        for entry in entries:
-            match = STEP_DIRECTORY.fullmatch(entry.name)
-            if match and entry.is_dir(follow_symlinks=False):
-                found.append((int(match[1]), Path(entry.path)))
-    return sorted(found)
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a directory holds a manifest."""
-    try:
-        return stat.S_ISREG(os.lstat(path / MANIFEST).st_mode)
-    except OSError:
-        return False
-
-
-def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the complete checkpoints, oldest first."""
-    return [item for item in step_directories(directory) if is_complete(item[1])]
-
-
-def find_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """A checkpoint: `path` itself, or the newest complete one in it.
-
-    Raises:
-        IncompleteCheckpointError: neither is there; the message says what is.
-    """
-    root = Path(path)
-    if is_complete(root):
-        return root
-    complete = complete_checkpoints(root)
-    if complete:
-        return complete[-1][1]
-    if not root.is_dir():
-        raise IncompleteCheckpointError(f"{root}: no such directory")
-    cut = [p.name for _, p in step_directories(root)]
-    found = f"only {', '.join(cut[-3:])}, whose save was cut short" if cut else "and no step-… directory"
-    raise IncompleteCheckpointError(f"{root}: no complete checkpoint ({MANIFEST}) in it, {found}")
 
 
 @contextlib.contextmanager
@@ -212,14 +168,6 @@ def retain(directory: Path, keep: int | None, keep_every: int | None) -> list[Pa
         except OSError as error:
             log.warning("%s: an old checkpoint could not be removed: %s", path, error.strerror)
     return gone
-
-
-def free_bytes(directory: Path) -> int:
-    """Bytes free on the filesystem of a directory that may not exist yet."""
-    place = directory.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:

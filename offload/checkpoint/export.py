@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -124,7 +125,8 @@ def export_tensors(
         raise CheckpointSaveError(f"{root}: the export failed: {error.strerror or error}") from error
     finally:
         for name in temporary:
-            (root / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (root / name).unlink()
     return Exported(directory=root, files=tuple(names), nbytes=total)
 
 

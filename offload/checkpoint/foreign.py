@@ -17,13 +17,13 @@ from offload.checkpoint.directory import (
     check_space,
     commit,
     fsync_directory,
-    is_complete,
     remove_checkpoint,
     saved_files,
 )
 from offload.checkpoint.errors import CheckpointError
 from offload.checkpoint.format import index_file, rank_file, step_name, stored_planes
 from offload.checkpoint.manifest import Index, Manifest, Piece, SavedParameter
+from offload.checkpoint.places import is_complete
 from offload.checkpoint.tensorfile import allocate, build_header, write_all
 from swap.checksums import crc32
 

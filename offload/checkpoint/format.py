@@ -24,7 +24,6 @@ from swap.geometry import format_bytes
 
 FORMAT = "offload-checkpoint"
 VERSION = 1
-MANIFEST = "manifest.json"
 
 PIECE_LIMIT = 64 << 20
 """Bytes of the largest piece: what a reader must be able to hold."""
@@ -34,7 +33,6 @@ _STATE_TENSOR_LIMIT = 1 << 20
 _DEEPEST_STATE, _DEEPEST_JSON = 30, 100
 """Levels of nesting that a state may have, and the JSON that is written for it."""
 
-STEP_DIRECTORY = re.compile(r"step-(\d{8,12})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 DTYPE_NAMES: dict[torch.dtype, str] = {

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from offload.checkpoint.dcp import METADATA, DistributedCheckpoint, read_dcp
 from offload.checkpoint.deepspeed import DeepSpeedCheckpoint, is_deepspeed
-from offload.checkpoint.directory import find_checkpoint, is_complete, step_directories
 from offload.checkpoint.export import Tensors, carried_from, target_dtype
 from offload.checkpoint.foreign import ForeignParameter
 from offload.checkpoint.load import Loader
 from offload.checkpoint.manifest import SavedParameter
+from offload.checkpoint.places import RECORDS, checkpoints_in, find_checkpoint, is_complete, step_directories
 from offload.checkpoint.reader import Source
 from offload.checkpoint.streams import buffer_tensors
 from offload.checkpoint.weights import TensorFiles
@@ -27,6 +27,18 @@ _RANGE = 1 << 20
 Opened = tuple[list[ForeignParameter], int, list[Tensors], list[Path]]
 
 
+def own_checkpoint(path: Path) -> Path | None:
+    """The checkpoint of ours that `path` names: itself, or the newest complete one of a directory of several or of a
+    run; None for what is none of these.
+
+    Raises:
+        IncompleteCheckpointError: one of these without a complete checkpoint.
+    """
+    root = checkpoints_in(path)
+    ours = is_complete(root) or step_directories(root) or (root / RECORDS).is_file()
+    return find_checkpoint(root) if ours else None
+
+
 def open_any(path: Path, stack: ExitStack) -> Opened:
     """(parameters, step, buffers, files to carry along) of a saved state of any known kind; `stack` closes it.
 
@@ -34,8 +46,8 @@ def open_any(path: Path, stack: ExitStack) -> Opened:
         CheckpointError: none of them, or damaged.
     """
     if path.is_dir():
-        if is_complete(path) or step_directories(path):
-            return _own(find_checkpoint(path), stack)
+        if (ours := own_checkpoint(path)) is not None:
+            return _own(ours, stack)
         if (path / METADATA).exists():
             parameters, step = read_dcp(stack.enter_context(DistributedCheckpoint(path)))
             return parameters, step, [], []

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from offload.checkpoint.boundary import restore_rng
 from offload.checkpoint.content import restore_groups, restore_scaler, restore_scheduler
-from offload.checkpoint.directory import find_checkpoint
 from offload.checkpoint.errors import DamagedCheckpointError
-from offload.checkpoint.format import MANIFEST, decode_state, integer
+from offload.checkpoint.format import decode_state, integer
 from offload.checkpoint.load import Loader, LoadReport, Match, check_match, match_parameters
 from offload.checkpoint.peers import Peers
+from offload.checkpoint.places import MANIFEST, find_checkpoint
 from offload.checkpoint.reader import Source
 from offload.randomness import seed_everything
 

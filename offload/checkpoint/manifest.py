@@ -17,7 +17,6 @@ from offload.checkpoint.format import (
     DTYPES,
     FORMAT,
     INDEX_LIMIT,
-    MANIFEST,
     MANIFEST_LIMIT,
     VERSION,
     check_depth,
@@ -29,6 +28,7 @@ from offload.checkpoint.format import (
     read_bounded,
     shape_of,
 )
+from offload.checkpoint.places import MANIFEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.directory import complete_checkpoints, find_checkpoint, free_bytes, remove_checkpoint
+from offload.checkpoint.directory import remove_checkpoint
 from offload.checkpoint.errors import (
     CheckpointError,
     CheckpointSaveError,
     DamagedCheckpointError,
-    IncompleteCheckpointError,
 )
 from offload.checkpoint.load import LoadReport
 from offload.checkpoint.peers import Peers
+from offload.checkpoint.places import complete_checkpoints, free_bytes
 from offload.checkpoint.reader import Source
 from offload.config import Config, ConfigError
 from swap.geometry import format_bytes
@@ -26,43 +26,23 @@ COMPARED = ("seed", "data", "model", "precision", "optimizer", "train")
 _OWN = ("optimizer.state_format", "train.steps", "train.eval_interval", "train.eval_batches", "train.threads")
 
 
-def directory_of(config: Config, run: Path) -> Path:
-    """Where a run's checkpoints lie."""
-    return Path(config.checkpoint.directory) if config.checkpoint.directory is not None else run / "checkpoints"
-
-
-def newest_run(runs: Path = Path("runs")) -> Path | None:
-    """The directory below `runs` whose newest complete checkpoint was written last."""
-    found = []
-    for run in sorted(runs.glob("*")):
-        complete = complete_checkpoints(run / "checkpoints")
-        if complete:
-            found.append((complete[-1][1].stat().st_mtime_ns, run))
-    return max(found)[1] if found else None
-
-
-def resolve_resume(wanted: str, directory: Path) -> Path | None:
-    """The checkpoint that `--resume` names: a path, or the newest complete one of `directory` for "auto" (None: start
-    from the beginning).
-
-    Raises:
-        ConfigError: a named one is not there or not complete.
-    """
-    try:
-        return find_checkpoint(directory if wanted == "auto" else wanted)
-    except IncompleteCheckpointError as error:
-        if wanted == "auto":
-            return None
-        raise ConfigError([f"--resume: {error}"]) from None
-
-
 class RunCheckpoints:
     """Saves at intervals and at the end of an interrupted run; a save that fails is said and training goes on."""
 
-    def __init__(self, config: Config, directory: Path, say: Callable[[str], None]) -> None:
-        self.settings, self.config, self.directory, self._say = config.checkpoint, config, directory, say
+    def __init__(
+        self, config: Config, directory: Path, say: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        self.settings, self.config, self.directory, self._say, self._warn = (
+            config.checkpoint,
+            config,
+            directory,
+            say,
+            warn,
+        )
         self.saved: Path | None = None
         self.failures = 0
+        self.last_failure: str | None = None
+        self.last_failed = False
         self._saved_step: int | None = None
 
     def check_space(self, engine: Engine, steps_left: int) -> None:
@@ -75,7 +55,7 @@ class RunCheckpoints:
         free = free_bytes(self.directory)
         if self.settings.interval is None:
             if self.settings.on_signal and free < one:
-                self._say(
+                self._warn(
                     f"{self.directory}: {format_bytes(free)} free, less than the {format_bytes(one)} of a checkpoint: "
                     "nothing can be saved when a signal ends the run"
                 )
@@ -85,10 +65,16 @@ class RunCheckpoints:
         keep = self.settings.keep
         at_once = saves if keep is None else min(saves, keep + 1 - min(have, keep))
         if free < one * at_once:
-            advice = "set checkpoint.keep" if keep is None else "lower checkpoint.keep"
+            # Of one that is kept the new one is written beside the old.
+            advice = (
+                "set checkpoint.keep" if keep is None else "lower checkpoint.keep" if keep > 1 else "free some space"
+            )
+            need = f"{at_once} checkpoints of {format_bytes(one)} need {format_bytes(one * at_once)}"
+            if at_once == 1:
+                advice, need = "free some space", f"a checkpoint needs {format_bytes(one)}"
             raise ConfigError(
-                f"checkpoint.directory = {str(self.directory)!r}: {format_bytes(free)} free, but {at_once} checkpoints "
-                f"of {format_bytes(one)} need {format_bytes(one * at_once)}; {advice}, or choose another directory"
+                f"checkpoint.directory = {str(self.directory)!r}: {format_bytes(free)} free, but {need}; {advice}, or "
+                "choose another directory"
             )
 
     def dry_run(self, engine: Engine, position: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
@@ -123,10 +109,9 @@ class RunCheckpoints:
         try:
             path = self._save(engine, position, extra, wait=final or not self.settings.background)
         except (CheckpointSaveError, CheckpointError) as error:
-            self.failures += 1
-            self._say(f"warning: {error}")
+            self._failed(error)
             return False
-        self._saved_step, self.saved = step, path
+        self._saved_step, self.saved, self.last_failed = step, path, False
         return True
 
     def settle(self, engine: Engine) -> None:
@@ -134,9 +119,13 @@ class RunCheckpoints:
         try:
             engine.wait_checkpoint()
         except CheckpointSaveError as error:
-            self.failures += 1
             self.saved = self._saved_step = None
-            self._say(f"warning: {error}")
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        self.last_failure, self.last_failed = " ".join(str(error).split()), True
+        self._warn(self.last_failure)
 
     def _save(self, engine: Engine, position: Mapping[str, Any], extra: Mapping[str, Any], *, wait: bool) -> Path:
         self.settle(engine)
@@ -157,17 +146,17 @@ class RunCheckpoints:
         self.saved = report.path
         self._say(f"resumed from {report.path} after {report.step} steps")
         if report.lossy:
-            self._say(f"{len(report.lossy)} parameters lost bits: the state format is coarser than the saved one")
+            self._warn(f"{len(report.lossy)} parameters lost bits: the state format is coarser than the saved one")
         saved = report.data if isinstance(report.data, dict) else {}
         for key, value in position.items():
             if key != "step" and key in saved and saved[key] != value:
-                self._say(f"warning: data.{key} is {value}, the saved run had {saved[key]}: other batches will follow")
+                self._warn(f"data.{key} is {value}, the saved run had {saved[key]}: other batches will follow")
         with Source(report.path) as source:
             before = source.manifest.config
         changed = sorted(_changes(before, self.config.to_dict()))
         if changed:
-            self._say(
-                f"warning: the configuration differs from the saved run's in {', '.join(changed)}; learning rates, "
+            self._warn(
+                f"the configuration differs from the saved run's in {', '.join(changed)}; learning rates, "
                 "other hyperparameters and the schedule continue as saved"
             )
 

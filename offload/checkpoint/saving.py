@@ -15,9 +15,7 @@ from offload.checkpoint.content import describe, make_manifest
 from offload.checkpoint.directory import (
     clean_up,
     commit,
-    free_bytes,
     fsync_directory,
-    is_complete,
     locked,
     remove_leftovers,
     retain,
@@ -27,6 +25,7 @@ from offload.checkpoint.errors import CheckpointError, CheckpointSaveError
 from offload.checkpoint.format import rank_file, step_name
 from offload.checkpoint.manifest import SavedFile, read_manifest
 from offload.checkpoint.peers import Peers, await_marker, fingerprints, own_values, put_marker
+from offload.checkpoint.places import free_bytes, is_complete
 from offload.checkpoint.save import RankFile, RankSaver, unhook
 from swap.errors import BudgetError
 from swap.geometry import format_bytes

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError
 from offload.checkpoint.format import MANIFEST_LIMIT, open_regular, parse_json, read_bounded
+from offload.checkpoint.places import checkpoints_in, is_complete, step_directories
 from offload.checkpoint.tensorfile import Entry, read_header, read_into
 
 INDEX = "model.safetensors.index.json"
@@ -142,8 +143,14 @@ def _names_in(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     found = sorted(path.name for path in directory.glob("*.safetensors"))
     if len(found) == 1:
         return found, None
-    what = f"{len(found)} .safetensors files without one" if found else "no .safetensors file"
-    raise DamagedCheckpointError(f"{directory}: no {INDEX} and no {SINGLE}, but {what}")
+    if found:
+        raise DamagedCheckpointError(
+            f"{directory}: {len(found)} .safetensors files, but no {INDEX} that says what is in which; name one of them"
+        )
+    hint = ""
+    if is_complete(directory) or step_directories(checkpoints_in(directory)):
+        hint = f": it holds a checkpoint of ours; offload convert {directory} TARGET makes weights of it"
+    raise DamagedCheckpointError(f"{directory}: no .safetensors file in it{hint}")
 
 
 class WeightSource:

@@ -6,6 +6,7 @@ import click
 
 from offload.cli.bench_ranks import communication_command, memory_command
 from offload.cli.bench_step import step_command
+from offload.cli.options import FOLDER, SIZE
 from offload.cli.single import on_one_rank
 
 
@@ -52,7 +53,7 @@ def optimizer_command(
 
 
 @bench_group.command("overhead")
-@click.argument("path", required=False)
+@click.argument("path", type=FOLDER, required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--rounds", type=click.IntRange(min=1), default=None, help="Interleaved repetitions; 15 by default.")
 def overhead_command(path: str | None, as_json: bool, rounds: int | None) -> None:
@@ -67,7 +68,13 @@ def overhead_command(path: str | None, as_json: bool, rounds: int | None) -> Non
 
 @bench_group.command("models")
 @click.option("--mode", "modes", multiple=True, help="Only this mode: train, checkpointing, or 'compiled blocks'.")
-@click.option("--write", type=click.Path(exists=True, dir_okay=False), default=None, help="Put the table into PATH.")
+@click.option(
+    "--write",
+    type=click.Path(exists=True, dir_okay=False, writable=True),
+    metavar="FILE",
+    default=None,
+    help="Put the table into FILE.",
+)
 def models_command(modes: tuple[str, ...], write: str | None) -> None:
     """Small models of many architectures with and without offload, bit for bit. Needs transformers and peft."""
     from pathlib import Path
@@ -88,10 +95,12 @@ def models_command(modes: tuple[str, ...], write: str | None) -> None:
 @bench_group.command("io")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
-@click.option("--bytes", "size", default="4GiB", show_default=True, help="Bytes of the last, long measurement.")
+@click.option(
+    "--bytes", "size", type=SIZE, default="4GiB", show_default=True, help="Bytes of the last, long measurement."
+)
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True, help="Repetitions of it.")
 @click.option("--engine", "engines", multiple=True, type=click.Choice(["io_uring", "threads", "aiofiles"]))
-@click.option("--request", default=None, help="Bytes of one request to the store; by default 64 MiB.")
+@click.option("--request", type=SIZE, default=None, help="Bytes of one request to the store; by default 64 MiB.")
 @click.option("--checksum", is_flag=True, help="With swap.checksum in the long measurement.")
 @click.option("--no-fio", is_flag=True, help="Do not run fio, even if it is installed.")
 @click.option("--quick", is_flag=True, help="One setting per engine instead of a sweep.")
@@ -99,10 +108,10 @@ def models_command(modes: tuple[str, ...], write: str | None) -> None:
 def io_command(
     paths: tuple[str, ...],
     as_json: bool,
-    size: str,
+    size: int,
     rounds: int,
     engines: tuple[str, ...],
-    request: str | None,
+    request: int | None,
     checksum: bool,
     no_fio: bool,
     quick: bool,
@@ -115,7 +124,6 @@ def io_command(
     """
     from offload.cli.failures import reported
     from offload.config import ConfigError
-    from swap.geometry import parse_bytes
 
     with reported(debug=debug):
         from offload.bench import io
@@ -123,12 +131,12 @@ def io_command(
         try:
             text = io.run(
                 paths,
-                nbytes=parse_bytes(size),
+                nbytes=size,
                 rounds=rounds,
                 engines=engines,
                 with_fio=not no_fio,
                 quick=quick,
-                request=None if request is None else parse_bytes(request),
+                request=request,
                 checksum=checksum,
                 as_json=as_json,
                 say=lambda line: click.echo(line, err=True),

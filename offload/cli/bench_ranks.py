@@ -15,7 +15,9 @@ def _options(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),
         click.option("--layers", type=click.IntRange(min=1), default=6, show_default=True, help="Blocks of the model."),
-        click.option("--hidden", type=click.IntRange(min=16), default=512, show_default=True, help="Their width."),
+        click.option(
+            "--hidden", type=click.IntRange(min=16), default=512, show_default=True, help="Width of the model."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     ):
         function = option(function)

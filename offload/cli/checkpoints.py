@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from offload.cli.failures import reported
+from offload.cli.options import SIZE
 from offload.config import ConfigError
 from offload.telemetry import dump_json, format_bytes
 
@@ -24,11 +25,20 @@ FORMS = ("safetensors", "checkpoint", "dcp")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def inspect_command(path: str, as_json: bool, debug: bool) -> None:
-    """List what a checkpoint holds; of a directory with several, each with its size and whether it is complete."""
-    with reported(debug=debug):
-        from offload.checkpoint.directory import is_complete, step_directories
+    """List what a checkpoint holds; of a directory with several, each with its size and whether it is complete.
 
-        root = Path(path)
+    PATH may also be the directory of a run.
+    """
+    with reported(debug=debug):
+        from offload.checkpoint.places import (
+            STEP_DIRECTORY,
+            checkpoints_in,
+            find_checkpoint,
+            is_complete,
+            step_directories,
+        )
+
+        root = checkpoints_in(Path(path))
         if not is_complete(root) and (steps := step_directories(root)):
             found = [_brief(step, directory) for step, directory in steps]
             if as_json:
@@ -37,12 +47,13 @@ def inspect_command(path: str, as_json: bool, debug: bool) -> None:
             for entry in found:
                 click.echo(f"{entry['path']}: {format_bytes(entry['bytes'])}, {entry['state']}")
             return
-        _show(_details(root), as_json)
+        # Of a directory that its name makes a checkpoint it is told what is wrong with it as one.
+        _show(_details(root if STEP_DIRECTORY.fullmatch(root.name) else find_checkpoint(root)), as_json)
 
 
 def _brief(step: int, directory: Path) -> dict[str, Any]:
-    from offload.checkpoint.directory import is_complete
     from offload.checkpoint.errors import CheckpointError
+    from offload.checkpoint.places import is_complete
     from offload.checkpoint.reader import Source
 
     size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
@@ -107,9 +118,12 @@ def _show(details: dict[str, Any], as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def verify_command(path: str, as_json: bool, debug: bool) -> None:
-    """Read every byte of a checkpoint and compare every checksum: of PATH, or of the newest complete one in it."""
+    """Read every byte of a checkpoint and compare every checksum: of PATH, or of the newest complete one in it.
+
+    PATH may also be the directory of a run.
+    """
     with reported(debug=debug):
-        from offload.checkpoint.directory import find_checkpoint
+        from offload.checkpoint.places import find_checkpoint
         from offload.checkpoint.reader import Source
 
         directory = find_checkpoint(path)
@@ -126,7 +140,9 @@ def verify_command(path: str, as_json: bool, debug: bool) -> None:
 @click.argument("target")
 @click.option("--to", "form", type=click.Choice(FORMS), default="safetensors", show_default=True)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Of safetensors; by default as saved.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Bytes of a safetensors file at most.")
+@click.option(
+    "--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Bytes of a safetensors file at most."
+)
 @click.option("--carry", help="Directory whose configuration and tokenizer files are copied along.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -135,16 +151,16 @@ def convert_command(
     target: str,
     form: str,
     dtype: str | None,
-    max_shard_size: str,
+    max_shard_size: int,
     carry: str | None,
     as_json: bool,
     debug: bool,
 ) -> None:
     """Convert SOURCE and write TARGET, streaming: no more than a few buffers are held.
 
-    SOURCE is a checkpoint (or a directory of several: the newest complete one), a torch.distributed.checkpoint, a
-    DeepSpeed ZeRO checkpoint, or safetensors files. As `safetensors` the weights are written as `save_pretrained` of
-    transformers does; as `checkpoint` or `dcp` with masters, moments and step counts.
+    SOURCE is a checkpoint (or a directory of several, or of a run: the newest complete one), a
+    torch.distributed.checkpoint, a DeepSpeed ZeRO checkpoint, or safetensors files. As `safetensors` the weights are
+    written as `save_pretrained` of transformers does; as `checkpoint` or `dcp` with masters, moments and step counts.
     """
     with reported(debug=debug):
         if dtype is not None and form != "safetensors":
@@ -153,36 +169,41 @@ def convert_command(
         if as_json:
             click.echo(dump_json(result))
             return
-        click.echo(f"{result['target']}: {format_bytes(result['bytes'])} as {form}")
+        click.echo(f"{result['target']}: {format_bytes(result['bytes'])} as {form}, from {result['source']}")
 
 
 def _convert(
-    source: Path, target: Path, form: str, dtype: str | None, max_shard_size: str, carry: str | None
+    source: Path, target: Path, form: str, dtype: str | None, max_shard_size: int, carry: str | None
 ) -> dict[str, Any]:
     from contextlib import ExitStack
 
     from offload.checkpoint.dcp import write_dcp
-    from offload.checkpoint.directory import free_bytes
     from offload.checkpoint.export import carried_from, export_tensors, fits
     from offload.checkpoint.foreign import write_foreign
-    from offload.checkpoint.interchange import open_any, weights_of
+    from offload.checkpoint.interchange import open_any, own_checkpoint, weights_of
+    from offload.checkpoint.places import free_bytes, why_not_writable
 
-    if not source.exists():
-        raise ConfigError([f"{source}: no such file or directory"])
+    problems = [] if source.exists() else [f"{source}: no such file or directory"]
+    if (reason := why_not_writable(target)) is not None:
+        problems.append(f"{target}: {reason}; choose another TARGET")
+    if problems:
+        raise ConfigError(problems)
     with ExitStack() as stack:
-        parameters, step, buffers, carried = open_any(source, stack)
+        found = own_checkpoint(source) or source
+        parameters, step, buffers, carried = open_any(found, stack)
+        done: dict[str, Any] = {"source": str(found), "step": step}
         if form == "checkpoint":
-            written = write_foreign(target, parameters, step=step, origin=str(source))
-            return {"target": str(written), "bytes": sum(f.stat().st_size for f in written.iterdir()), "step": step}
+            written = write_foreign(target, parameters, step=step, origin=str(found))
+            return done | {"target": str(written), "bytes": sum(f.stat().st_size for f in written.iterdir())}
         if form == "dcp":
             items = _dcp_items(parameters) + [(("model", t.name), t) for t in buffers]
             fits([tensor for _, tensor in items], target, free_bytes(target))
-            return {"target": str(target), "bytes": write_dcp(target, items), "step": step}
+            return done | {"target": str(target), "bytes": write_dcp(target, items)}
         tensors = [*weights_of(parameters, dtype), *buffers]
         fits(tensors, target, free_bytes(target))
         files: Sequence[Path] = carried_from(carry) if carry is not None else carried
-        done = export_tensors(tensors, target, max_shard_size=max_shard_size, carried=files)
-        return {"target": str(target), "bytes": done.nbytes, "files": list(done.files), "step": step}
+        exported = export_tensors(tensors, target, max_shard_size=max_shard_size, carried=files)
+        return done | {"target": str(target), "bytes": exported.nbytes, "files": list(exported.files)}
 
 
 def _dcp_items(parameters: Sequence[ForeignParameter]) -> list[tuple[tuple[str, ...], Tensors]]:

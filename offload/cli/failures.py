@@ -1,6 +1,8 @@
 """One line and an exit status for everything that can end a command.
 
-2: the user can mend it (configuration, plan, paths). 1: a fault while it ran. 130, 143: SIGINT, SIGTERM.
+2: the user can mend it (configuration, plan, paths). 1: a fault while it ran. 3: a run that trained to its end, or to a
+signal that asks for a checkpoint, but whose last checkpoint could not be saved. 130, 143, 138: SIGINT, SIGTERM and
+SIGUSR1.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from offload.config import ConfigError
 
 USER_ERROR = 2
 FAULT = 1
+NOT_SAVED = 3
 
 
 @contextmanager

@@ -7,12 +7,15 @@ from typing import Any
 
 try:
     import atexit
+    import contextlib
     import gc
     import importlib.metadata
     import platform
+    from collections.abc import Iterator
 
     import click
 
+    from offload import __version__
     from offload.cli.bench import bench_group
     from offload.cli.checkpoints import convert_command, inspect_command, verify_command
     from offload.cli.clean import clean_command
@@ -28,17 +31,37 @@ except KeyboardInterrupt:
 
 
 class _Commands(click.Group):
-    """Commands that a Ctrl-C ends with the status that shells expect; click's own is 1."""
+    """Commands that a Ctrl-C ends with the status that shells expect (click's own is 1), and whose wrong options are
+    told in one line, as all that a user can mend.
+    """
+
+    def make_context(self, *arguments: Any, **named: Any) -> click.Context:
+        with _one_line():
+            return super().make_context(*arguments, **named)
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _one_line():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("error: interrupted by SIGINT", err=True)
-            sys.exit(130)
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("error: interrupted by SIGINT", err=True)
+        sys.exit(130)
+    except click.UsageError as error:
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # click 8.2 and later
+            raise
+        text = " ".join(error.format_message().split()).removesuffix(".")
+        hint = "" if error.ctx is None else f" ({error.ctx.command_path} --help shows what there is)"
+        click.echo(f"error: {text}{hint}", err=True)
+        sys.exit(error.exit_code)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="offload %(version)s")
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Train models whose training state does not fit in memory."""
@@ -55,7 +78,7 @@ def version(as_json: bool) -> None:
     """Print the versions of offload, torch and Python."""
     from offload.telemetry import dump_json
 
-    versions = {name: _version_of(name) for name in ("offload", "torch")} | {"python": platform.python_version()}
+    versions = {"offload": __version__, "torch": _version_of("torch"), "python": platform.python_version()}
     click.echo(dump_json(versions) if as_json else "\n".join(f"{name} {value}" for name, value in versions.items()))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
+from offload.checkpoint.places import why_not_writable
 from offload.cli.failures import reported
+from offload.config import ConfigError
 from offload.telemetry import dump_json
 
 
@@ -25,5 +29,8 @@ def report_command(run: str, out: str | None, as_json: bool, debug: bool) -> Non
         if as_json:
             click.echo(dump_json(figures(record)))
             return
+        folder = run if out is None else out
+        if (reason := why_not_writable(Path(folder))) is not None:
+            raise ConfigError([f"{folder}: {reason}; choose another place with --out"])
         for path in write_report(record, out):
             click.echo(str(path))

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import click
 
-from offload.cli.failures import USER_ERROR, exit_status, reported
+from offload.checkpoint.places import directory_of, newest_run, resolve_resume, why_not_writable
+from offload.cli.failures import NOT_SAVED, USER_ERROR, exit_status, reported
 from offload.config import DEFAULT_FILE, Config, ConfigError, load_config
 from offload.interruption import FORCE_AFTER_SECONDS, LAUNCHED_SECONDS, Interruption
 from offload.parallel.job import Follower, Job, launched_ranks
@@ -34,14 +35,12 @@ def train_command(
     With --resume auto the same command can be repeated until the run is done; without --run-dir it continues the run
     below runs/ that saved last, and without CONFIG as that run was configured. SIGTERM and SIGUSR1 save a checkpoint
     and end the run with status 143 or 138; a second signal ends it at once. Under torchrun a signal to any rank ends
-    all of them so.
+    all of them so. A run whose last checkpoint could not be saved ends with status 3.
     """
     apart = FORCE_AFTER_SECONDS if launched_ranks() == 1 else LAUNCHED_SECONDS
     with reported(debug=debug), Interruption(apart) as interruption:
         config = _config(arguments, run_dir, resume)
         if resume == "auto" and config.run_dir is None and config.checkpoint.directory is None:
-            from offload.checkpoint.run import newest_run
-
             found = newest_run()
             config = config if found is None else _config(arguments, str(found), resume)
         status = _train(config, interruption, resume, as_json=as_json)
@@ -58,6 +57,14 @@ def _config(arguments: Sequence[str], run_dir: str | None, resume: str | None = 
         overrides.append(f"run_dir={run_dir}")
     config = load_config(source, overrides)
     problems = []
+    settings = config.checkpoint
+    if settings.directory is not None and (settings.interval is not None or settings.on_signal):
+        problems += _unwritable(Path(settings.directory))
+    if resume not in (None, "auto"):
+        try:
+            resolve_resume(resume, Path(resume))
+        except ConfigError as error:
+            problems += error.problems
     if config.data.files:
         from offload.data import find_files
 
@@ -71,6 +78,12 @@ def _config(arguments: Sequence[str], run_dir: str | None, resume: str | None = 
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _unwritable(directory: Path) -> list[str]:
+    """The problem with a directory in which no checkpoint could be saved."""
+    reason = why_not_writable(directory)
+    return [] if reason is None else [f"checkpoint.directory = {str(directory)!r}: {reason}; choose another directory"]
 
 
 def _train(config: Config, interruption: Interruption, resume: str | None, *, as_json: bool) -> int:
@@ -93,16 +106,18 @@ def _train_together(job: Job, config: Config, interruption: Interruption, resume
 
     def open_run() -> str:
         made.append(RunDirectory(config.run_dir, resume=resume is not None))
+        if config.checkpoint.directory is None and (problems := _unwritable(directory_of(config, made[0].path))):
+            made[0].discard()
+            raise ConfigError(problems)
         return str(made[0].path)
 
     path = job.agree("run directory", open_run)
     run: RunDirectory | Follower = made[0] if made else Follower(Path(path))
-    progress = Progress(total=config.train.steps, stream=stream)
+    progress = Progress(total=config.train.steps, stream=stream, errors=job.stream(sys.stderr))
     try:
         run.write_config(config)
         with progress:
             with progress.phase("loading torch"):
-                from offload.checkpoint.run import directory_of, resolve_resume
                 from offload.train import closing_lines, train
             found = None
             if resume is not None:
@@ -124,6 +139,8 @@ def _train_together(job: Job, config: Config, interruption: Interruption, resume
         click.echo(line, file=stream)
     if as_json and job.leads:
         click.echo(dump_json(summary))
-    if summary["interrupted"]:
+    if summary["interrupted"] or summary["last_checkpoint_failed"]:
         job.leave_together()
+    if summary["last_checkpoint_failed"] and summary["interrupted"] != "SIGINT":
+        return NOT_SAVED
     return 128 + signal.Signals[summary["interrupted"]] if summary["interrupted"] else 0

@@ -29,12 +29,13 @@ def format_bytes(count: float) -> str:
 class Progress:
     """Shows steps, loss, tokens/s, bytes moved, and the name of the phase while nothing else moves.
 
-    ``stream``: where to write. On a terminal a bar is redrawn; elsewhere each phase is a line, and steps are lines at
-    least every ten seconds and at most twenty a run.
+    ``stream``: where to write; ``errors``: where warnings go. On a terminal a bar is redrawn; elsewhere each phase is a
+    line, and steps are lines at least every ten seconds and at most twenty a run.
     """
 
-    def __init__(self, *, total: int, stream: IO[str]) -> None:
+    def __init__(self, *, total: int, stream: IO[str], errors: IO[str]) -> None:
         self.total = total
+        self._errors = errors
         self.console = Console(file=stream, highlight=False, soft_wrap=True)
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -78,6 +79,13 @@ class Progress:
     def say(self, text: str) -> None:
         """Prints text above the bar, without markup."""
         self.console.print(text, markup=False)
+
+    def warn(self, text: str) -> None:
+        """Says that something is not as it should be: one line on the stream of errors."""
+        if self._bar is not None and self._errors.isatty():
+            self.say(f"warning: {text}")  # what is written past the bar would be drawn over
+        else:
+            print(f"warning: {text}", file=self._errors, flush=True)
 
     def step(self, number: int, *, loss: float, tokens_per_second: float, read: int, written: int) -> None:
         """Shows that step ``number`` (from 1) is done. ``read`` and ``written``: bytes of swap files so far."""

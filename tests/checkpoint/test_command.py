@@ -185,10 +185,72 @@ def test_a_run_whose_saves_fail_goes_on(
     monkeypatch.setattr(tensorfile, "write_all", write_all)
     done = CliRunner().invoke(main, ["train", *TINY, "--run-dir", "run", "checkpoint.interval=3"])
     assert done.exit_code == 0, done.stderr
-    assert "No space left on device" in done.stdout and "older checkpoints are as they were" in done.stdout
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert warned and all("No space left on device" in line for line in warned), done.stderr
+    assert "older checkpoints are as they were" in done.stderr and "warning" not in done.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["failed_checkpoints"] >= 1 and summary["checkpoint"].endswith("step-00000012")
+    assert summary["failed_checkpoints"] == len(warned) and summary["checkpoint"].endswith("step-00000012")
+    assert "could not be saved (the last: " in done.stdout and not summary["last_checkpoint_failed"]
     assert tensors(tmp_path / "run") == whole[1]
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+FEW = ("train.steps=4", "train.eval_interval=0", "train.eval_batches=0")
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_run_whose_last_save_fails_says_so_in_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None, background: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tensorfile, "write_all", full_disk)
+    settings = ["checkpoint.interval=2", f"checkpoint.background={background}"]
+    done = CliRunner().invoke(main, ["train", *TINY, *FEW, *settings, "--run-dir", "run"])
+    assert done.exit_code == 3, (done.stderr, done.exception)
+    assert done.stderr.count("warning: ") == 2 and "No space left on device" in done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
+    assert line.startswith("2 checkpoints could not be saved (the last: ") and "No space left on device" in line
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["last_checkpoint_failed"] and summary["checkpoint"] is None
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 3), (signal.SIGUSR1, 3), (signal.SIGINT, 130)])
+def test_a_signal_whose_save_fails_says_so_in_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None, signum: int, status: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tensorfile, "write_all", full_disk)
+    real = offload.Engine.train_batch
+
+    def signalling(self: offload.Engine, *arguments: Any, **named: Any) -> Any:
+        signal.raise_signal(signum)
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(offload.Engine, "train_batch", signalling)
+    done = CliRunner().invoke(main, ["train", *TINY, *FEW, "--run-dir", "run"])
+    assert done.exit_code == status, (done.stderr, done.exception)
+    assert ("1 checkpoint could not be saved (the last: " in done.stdout) == (status == 3)
+
+
+def test_where_nothing_can_be_saved_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    for directory in ("/proc/checkpoints", "/sys/none", "file", "file/below"):
+        done = CliRunner().invoke(main, ["train", *TINY, f"checkpoint.directory={directory}", "--run-dir", "run"])
+        (line,) = done.stderr.splitlines()
+        assert done.exit_code == 2 and line.startswith(f"error: checkpoint.directory = '{directory}': "), line
+        assert done.stdout == "" and os.listdir(tmp_path) == ["file"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")  # the default directory
+    done = CliRunner().invoke(main, ["train", *TINY, "--run-dir", "run"])
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 2 and "checkpoint.directory = 'run/checkpoints': " in line and "not a directory" in line
+    assert os.listdir(tmp_path / "run") == ["checkpoints"]
 
 
 def test_a_run_starts_from_exported_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None) -> None:

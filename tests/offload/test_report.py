@@ -157,7 +157,8 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path, monkeypatch: pytest.Mon
     run.write_config(config)
     from offload.interruption import Interruption
 
-    summary = train.train(config, run=run, progress=Progress(total=6, stream=sys.stderr), interruption=Interruption())
+    progress = Progress(total=6, stream=sys.stderr, errors=sys.stderr)
+    summary = train.train(config, run=run, progress=progress, interruption=Interruption())
     run.close()
     assert summary["plan"] == PLAN and summary["predicted_against_measured"]["disk_read_bytes"]["measured"] > 0
     record = report.read_run(run.path)

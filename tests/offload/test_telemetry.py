@@ -104,7 +104,7 @@ def test_timers_add_up_within_a_step() -> None:
 
 def test_plain_progress_is_lines_without_control_characters() -> None:
     stream = io.StringIO()
-    with Progress(total=100, stream=stream) as progress:
+    with Progress(total=100, stream=stream, errors=stream) as progress:
         with progress.phase("planning"):
             pass
         for step in range(1, 101):
@@ -129,7 +129,7 @@ def test_a_terminal_sees_the_phase_and_the_values(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("NO_COLOR", raising=False)
     stream = Terminal()
-    with Progress(total=2, stream=stream) as progress:
+    with Progress(total=2, stream=stream, errors=stream) as progress:
         with progress.phase("evaluating"):
             assert progress._bar is not None
             progress._bar.refresh()

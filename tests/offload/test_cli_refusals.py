@@ -1,0 +1,158 @@
+"""What the command cannot do: one ``error:`` line for each problem, status 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from offload.checkpoint import export
+from offload.cli import main
+
+TINY = (
+    "model.hidden_size=32",
+    "model.layers=1",
+    "model.heads=2",
+    "data.context=32",
+    "train.batch_size=2",
+    "train.eval_batches=0",
+    "train.threads=1",
+    "log.predict=false",
+)
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(main, arguments, prog_name="offload")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def refused(*arguments: str, lines: int = 1) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, (result.stdout, result.stderr)
+    found = result.stderr.splitlines()
+    assert len(found) == lines and all(line.startswith("error: ") for line in found), result.stderr
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with two checkpoints."""
+    directory = tmp_path_factory.mktemp("runs") / "one"
+    result = run("train", *TINY, "train.steps=4", "checkpoint.interval=2", "--run-dir", str(directory))
+    assert result.exit_code == 0, result.stderr
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convert", "RUN", "x", "--max-shard-size", "foo"], "'foo' is not a size"),
+        (["convert", "RUN", "x", "--max-shard-size", "0B"], "at least one byte"),
+        (["convert", "RUN", "x", "--to", "pickle"], "'pickle' is not one of"),
+        (["convert", "RUN", "x", "--dtype", "fp32", "--to", "dcp"], "--dtype fp32"),
+        (["convert", "RUN", "x", "--carry", "absent"], "absent: no such directory"),
+        (["convert", "RUN"], "Missing argument 'TARGET'"),
+        (["convert", "absent", "x"], "absent: no such file or directory"),
+        (["convert", "RUN", "file/x"], "file is not a directory"),
+        (["convert", "RUN", "/proc/x"], "nothing can be written in /proc"),
+        (["convert", "file", "x"], "file"),
+        (["inspect", "absent"], "absent: no such directory"),
+        (["inspect", "file"], "file: not a directory"),
+        (["verify", "file"], "file: not a directory"),
+        (["train", "--resume", "absent"], "--resume: absent: no such directory"),
+        (["train", "--resume", "file"], "--resume: file: not a directory"),
+        (["train", "--run-dir", "file"], "run_dir = 'file'"),
+        (["train", "--nonsense"], "--nonsense"),
+        (["plan", "absent.toml"], "absent.toml: no such configuration file"),
+        (["report", "absent"], "absent"),
+        (["report", "RUN", "--out", "file"], "file"),
+        (["report", "file"], "file"),
+        (["clean", "file"], "file: no such directory"),
+        (["bench", "io", "absent", "--quick", "--no-fio"], "absent"),
+        (["bench", "io", ".", "--bytes", "many"], "'many' is not a size"),
+        (["bench", "io", ".", "--request", "-1"], "-1"),
+        (["bench", "io", ".", "--rounds", "0"], "--rounds"),
+        (["bench", "overhead", "absent"], "absent"),
+        (["bench", "overhead", "/proc"], "nothing can be written in /proc"),
+        (["bench", "models", "--write", "absent"], "absent"),
+        (["bench", "models", "--mode", "sideways"], "sideways"),
+        (["bench", "step", "--model", "9b"], "9b"),
+        (["bench", "step", "--disk-bytes", "12 parsecs"], "parsecs"),
+        (["bench", "step", "--swap", "absent"], "absent"),
+        (["bench", "step", "--peers", "--peers-python", "absent"], "absent"),
+        (["bench", "optimizer", "--elements", "many"], "--elements"),
+        (["bench", "memory", "--layers", "0"], "--layers"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_every_option_is_refused_in_one_line(a_run: Path, arguments: list[str], said: str) -> None:
+    Path("file").write_text("neither weights nor a checkpoint")
+    assert said in refused(*(str(a_run) if text == "RUN" else text for text in arguments))
+    assert os.listdir() == ["file"]
+
+
+def test_an_export_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(export, "_write_shard", full)
+    Path("file").write_text("")
+    for directory in ("new", "file"):  # in one of them not even names can be removed
+        with pytest.raises(export.CheckpointSaveError, match="the export failed"):
+            export.export_tensors([], directory)
+
+
+def test_the_directory_of_a_run_stands_for_its_checkpoints(a_run: Path) -> None:
+    newest = str(a_run / "checkpoints" / "step-00000004")
+    shown = run("inspect", str(a_run))
+    listed = [line.partition(":")[0] for line in shown.stdout.splitlines()]
+    assert shown.exit_code == 0 and listed == [str(a_run / "checkpoints" / "step-00000002"), newest]
+    assert run("verify", str(a_run)).stdout.startswith(f"{newest}: whole")
+    assert f"from {newest}" in run("convert", str(a_run), "weights").stdout
+    resumed = run("train", *TINY, "train.steps=5", "--resume", str(a_run), "--run-dir", "next")
+    assert resumed.exit_code == 0 and f"resumed from {newest}" in resumed.stdout
+
+
+def test_the_directory_of_a_run_without_checkpoints_is_called_that(a_run: Path) -> None:
+    Path("bare").mkdir()
+    Path("bare/metrics.jsonl").write_text("")
+    for arguments in (["inspect", "bare"], ["verify", "bare"], ["convert", "bare", "x"], ["train", "--resume", "bare"]):
+        assert "bare: the directory of a run that has no checkpoint" in refused(*arguments)
+    Path("empty").mkdir()
+    assert "empty: no .safetensors file in it" in refused("convert", "empty", "x")
+    assert f"offload convert {a_run} TARGET" in refused("train", *TINY, f"model.weights={a_run}")
+
+
+def test_the_version_is_an_option_too() -> None:
+    assert run("--version").stdout == run("version").stdout.splitlines()[0] + "\n"
+
+
+def test_what_needs_no_torch_is_refused_without_it() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from offload.cli import main\n"
+        "main(['train', 'checkpoint.directory=/proc/x', '--resume', 'absent', 'train.steps=3'])"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 2, done.stderr
