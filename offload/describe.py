@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload.layout import UnitLayout
-from offload.placement import bytes_of
+from offload.placement import bytes_of, gathering_bytes
 from offload.prefetch import MOST
 from offload.schedule.choice import Schedule
 from offload.tiers import Tier, TierMemory
@@ -44,6 +44,8 @@ def placement_table(blueprint: Blueprint, memory: TierMemory, schedule: Schedule
             parts = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds.items())
             of = "" if limit is None else f" of {format_bytes(limit)}"
             lines.append(f"{tier!s:7} {format_bytes(sum(kinds.values()))}{of}: {parts}")
+            if tier is Tier.HOST:
+                lines[-1] += _gathering(blueprint, memory)
     plan = blueprint.plan
     wanted = blueprint.config.schedule.prefetch_units
     depth = f"by time, at most {MOST} units" if wanted == "auto" else f"{wanted} unit{'s' if wanted != 1 else ''}"
@@ -65,6 +67,16 @@ def placement_table(blueprint: Blueprint, memory: TierMemory, schedule: Schedule
         )
         lines.append(f"swap {memory.store.engine}, {direct} I/O, requests of {format_bytes(memory.store.block)}")
     return "\n".join(lines)
+
+
+def _gathering(blueprint: Blueprint, memory: TierMemory) -> str:
+    """What gradients on their way to nvme take beyond the plan."""
+    count = blueprint.config.train.micro_batches
+    nbytes = gathering_bytes(blueprint.layouts, blueprint.plan.flats, blueprint.accumulate, count)
+    limit = memory.budget.limit(str(Tier.HOST))
+    if limit is not None:
+        nbytes = min(nbytes, limit - blueprint.plan.total(Tier.HOST))
+    return f"; in backward up to {format_bytes(nbytes)} more for gradients on their way" if nbytes > 0 else ""
 
 
 def _tiers(blueprint: Blueprint, index: int, unit: UnitLayout) -> tuple[str, ...]:

@@ -347,6 +347,29 @@ def chunk_for(fmt: StateFormat, flat: Flat, accumulate: torch.dtype, plan: Plan)
     return chunk
 
 
+def gathering_bytes(
+    units: Sequence[UnitLayout], flats: Mapping[tuple[int, int], FlatPlacement], accumulate: torch.dtype, count: int
+) -> int:
+    """Host bytes in which gradients for nvme are summed while their unit's `count` micro-batches of them arrive, if
+    there is room. They are not planned: without room gradients are added through staging slots.
+
+    Two units' worth are in use at once, and what is given up is kept for the next unit of the same size.
+    """
+    most: dict[int, int] = {}
+    last: set[int] = set()
+    for u, unit in enumerate(units):
+        sizes: set[int] = set()
+        for f, flat in enumerate(unit.flats):
+            if flats[u, f].gradients is Tier.NVME and flat.shared_start:
+                sizes.add(flat.shared_start * flat.dtype.itemsize)
+                if count > 1:
+                    sizes.add(flat.shared_start * accumulate.itemsize)
+        for size in sizes:
+            most[size] = max(most.get(size, 0), 2 if size in last else 1)
+        last = sizes
+    return sum(size * number for size, number in most.items())
+
+
 def _checksum_bytes(nvme: int) -> int:
     return -(-nvme // PAGE) * BYTES_PER_PAGE
 

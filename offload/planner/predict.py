@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload.layout import UnitLayout
-from offload.placement import Plan
+from offload.placement import Plan, gathering_bytes
 from offload.planner.floors import PHASES, WINDOWS, Floor, Rates, Work, binding, disk_seconds, floor_of, side_by_side
 from offload.planner.machine import OperationCosts
 from offload.planner.shapes import StepShapes
@@ -106,7 +106,7 @@ class Setting:
         leases = found[str(Tier.DEVICE)]
         if "leases" in leases:
             leases["leases"] = min(leases["leases"], self._leased())
-        room = self._gathered()
+        room = gathering_bytes(self.units, self.plan.flats, self.accumulate, self.course.micro_batches)
         if self.host_limit is not None:
             room = max(0, min(room, self.host_limit - sum(host.values())))
         if room:
@@ -145,25 +145,6 @@ class Setting:
             home = (Tier.DEVICE, Tier.HOST) if self.course.aliases_host else (Tier.DEVICE,)
             sizes.append(sum(flat.nbytes for u, f, flat in flats if self.plan.flats[u, f].weight not in home))
         return max((sum(sizes[max(0, i - 1) : i + 3]) for i in range(len(sizes))), default=0)
-
-    def _gathered(self) -> int:
-        """Host bytes in which gradients for nvme are summed while their unit's arrive.
-
-        Two units' worth are in use at once, and what is given up is kept for the next unit of the same size.
-        """
-        most: dict[int, int] = {}
-        last: set[int] = set()
-        for u, unit in enumerate(self.units):
-            sizes: set[int] = set()
-            for f, flat in enumerate(unit.flats):
-                if self.plan.flats[u, f].gradients is Tier.NVME and flat.shared_start:
-                    sizes.add(flat.shared_start * flat.dtype.itemsize)
-                    if self.course.micro_batches > 1:
-                        sizes.add(flat.shared_start * self.accumulate.itemsize)
-            for size in sizes:
-                most[size] = max(most.get(size, 0), 2 if size in last else 1)
-            last = sizes
-        return sum(size * count for size, count in most.items())
 
     def in_memory(self) -> int:
         """Bytes of the budgets that are host memory, with everything in use."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from offload.placement import KINDS, Limits, Plan, Request, make_plan
 from offload.state import chunk_granule, staging_bytes_per_chunk
 from offload.tiers import Tier
 from optimizer_cpu.formats import get_format
-from swap.geometry import PAGE
+from swap.geometry import PAGE, parse_bytes
 from tests.engine.common import Case, decoder, running, token_batches
 
 FP32 = torch.float32
@@ -373,6 +374,22 @@ def test_the_table_says_what_rests_where(swap_folder: Path) -> None:
         line = next(line for line in lines if line.startswith(tier))
         assert all(kind in line for kind in plan_.planned[tier])
     assert "swap threads" in table and "chunk" in table and "prefetch by time" in table
+
+
+def test_what_gradients_take_on_their_way_is_said(swap_folder: Path) -> None:
+    case = Case(parameters="nvme", gradients="nvme", optimizer="nvme")
+    with running(Wide(), case, swap_folder) as engine:
+        line = next(line for line in engine.describe().splitlines() if line.startswith("host"))
+        said = re.search(r"; in backward up to (.*) more for gradients on their way$", line)
+        assert said is not None
+        engine.backward(engine(torch.ones(2, 128)).sum())
+        engine.step()
+        engine.synchronize()
+        memory = engine.memory()
+        more = sum(memory.peak["host"].values()) - sum(memory.planned["host"].values())
+        assert 0 < more <= parse_bytes(said[1].replace(" ", ""))
+    with running(Wide(), Case(parameters="host", gradients="host", optimizer="host"), swap_folder) as engine:
+        assert "on their way" not in engine.describe()
 
 
 class Wide(nn.Module):

@@ -64,11 +64,36 @@ def test_data_is_a_view_of_one_buffer_while_leased(pair: Pair) -> None:
     up, down = pair.offloaded.blocks[0].up, pair.offloaded.blocks[0].down
     assert up.weight.untyped_storage()._cdata == down.weight.untyped_storage()._cdata
     assert torch.equal(up.weight, pair.plain.blocks[0].up.weight)
-    assert residency.find(up.weight[1:]) == (units[0], 0)
-    assert residency.find(torch.zeros(3)) is None
-    assert residency.find(torch.zeros(3, 3).to_sparse()) is None
+    handle_of = pair.engine._binding._saved.handle
+    part = handle_of(up.weight[1:])
+    assert part is not None and part.unit is units[0] and part.record.parameter is up.weight
+    assert part.offset == up.weight.shape[1] and part.shape == up.weight[1:].shape
+    assert handle_of(torch.zeros(3)) is None
+    assert handle_of(torch.zeros(3, 3).to_sparse()) is None
     residency.release(units[0], "me")
     pair.nothing_resident()
+
+
+def test_a_parameter_is_known_by_its_last_handle_while_it_is_as_it_was(pair: Pair) -> None:
+    residency, units = parts(pair)
+    residency.acquire(units[0], "me", opened=True)
+    weight, handle_of = pair.offloaded.blocks[0].up.weight, pair.engine._binding._saved.handle
+    first = handle_of(weight)
+    assert first is not None and handle_of(weight) is first and handle_of(weight.detach()) == first
+    with torch.no_grad():
+        weight.mul_(1.0)
+    written = handle_of(weight)
+    assert written is not None and written.version == first.version + 1 and handle_of(weight) is written
+    view = weight.data
+    weight.data = view.t()  # the same memory and the same version, another tensor
+    turned = handle_of(weight)
+    assert turned is not None and turned.shape == view.t().shape and turned.stride == view.t().stride()
+    weight.data = view[1:]
+    moved = handle_of(weight)
+    assert moved is not None and moved.offset == view.shape[1]
+    weight.data = view
+    assert handle_of(weight) == written
+    residency.release(units[0], "me")
 
 
 def test_prefetch_is_only_a_hint(pair: Pair) -> None:
