@@ -192,19 +192,25 @@ class Channel:
         late = "imed out" in text
         missing = f"rank {rank} did not come within {limit}, or with another length" if late else f"rank {rank} is gone"
         there = whereabouts(self._ranks, rank) if late else ""
-        named = ParallelError(f"{what}: {missing} ({text[:200]}){there}{self._reason(limit)}")
+        first = self._first_failure()
+        if first is None and late:
+            # The others see this rank's connections end.
+            self._ranks.report_failure(TimeoutError(f"{what}: {missing}{there}"))
+        reason = f"no rank has said why ({limit})" if first is None else f"the first failure was on {first}"
+        named = ParallelError(f"{what}: {missing} ({text[:200]}){there}; {reason}")
+        error.__cause__, error.__suppress_context__ = None, True  # the transport's own words are in it
         named.__cause__ = error.with_traceback(None)
         return named
 
-    def _reason(self, limit: str) -> str:
+    def _first_failure(self) -> str | None:
         for _ in range(10):  # who failed may be about to say so
             first = self._ranks.first_failure()
             if first is not None:
-                return f"; the first failure was on {first}"
+                return first
             if not self._open():  # nobody asks any more
                 break
             time.sleep(0.1)
-        return f"; no rank has said why ({limit})"
+        return None
 
     # The watch, see [Note: stalls]
 
