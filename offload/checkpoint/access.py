@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offload.checkpoint.boundary import Boundary, persistent_buffers
 from offload.checkpoint.errors import CheckpointError, CheckpointMismatchError
-from offload.checkpoint.export import Exported, Tensors, carried_from, export_tensors, fits, model_config
+from offload.checkpoint.export import Exported, Tensors, carried_from, export_tensors, fits, model_configs
 from offload.checkpoint.load import LoadReport
 from offload.checkpoint.loading import Load
 from offload.checkpoint.places import free_bytes
@@ -296,7 +296,7 @@ class CheckpointAccess(StateAccess):
                     directory,
                     max_shard_size=max_shard_size,
                     carried=carried_from(carry),
-                    config=model_config(self.module, [t.dtype for t in tensors]),
+                    configs=model_configs(self.module, [t.dtype for t in tensors]),
                 )
 
             return export_together(self, dtype, write)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,13 @@ def export_tensors(
     *,
     max_shard_size: int | str = "5GB",
     carried: Iterable[str | os.PathLike[str]] = (),
-    config: dict[str, Any] | None = None,
+    configs: Mapping[str, dict[str, Any]] | None = None,
 ) -> Exported:
     """Writes `tensors` as `model.safetensors`, or as shards of at most `max_shard_size` bytes with an index.
 
-    `carried`: files to copy beside them. `config`: what to write as `config.json`, carried or not. Every file is read
-    back and compared with what was written before any of them gets its final name.
+    `carried`: files to copy beside them; a `config.json` names the dtype of the weights afterwards. `configs`: JSON
+    files to write by name, carried or not. Every file of weights is read back and compared with what was written before
+    any of them gets its final name.
 
     Raises:
         CheckpointSaveError: the disk is full or the like; nothing of it remains.
@@ -108,9 +109,9 @@ def export_tensors(
         for shard, name in zip(shards, temporary, strict=True):
             _write_shard(root / name, shard)
         for file in carried:
-            _carry(Path(file), root)
-        if config is not None:
-            write_durably(root / "config.json", json.dumps(config, indent=2, sort_keys=True).encode() + b"\n")
+            _carry(Path(file), root, _common_dtype(t.dtype for t in tensors))
+        for name, values in (configs or {}).items():
+            write_durably(root / name, _dumped(values))
         for before, after in zip(temporary, names, strict=True):
             os.rename(root / before, root / after)
         total = sum(tensor.nbytes for tensor in tensors)
@@ -192,11 +193,34 @@ def _verify(fd: int, path: Path, sums: dict[str, int]) -> None:
             reader.close()
 
 
-def _carry(file: Path, root: Path) -> None:
+def _carry(file: Path, root: Path, dtype: str | None) -> None:
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file to carry along")
     if file.resolve() != (root / file.name).resolve():
         shutil.copyfile(file, root / file.name)
+    if file.name == "config.json" and dtype is not None:
+        _name_dtype(root / file.name, dtype)
+
+
+def _name_dtype(path: Path, dtype: str) -> None:
+    """Has a configuration that names a dtype name this one, which loaders follow."""
+    try:
+        values = json.loads(path.read_text())
+    except ValueError:
+        return  # not for us to judge
+    keys = [key for key in ("dtype", "torch_dtype") if isinstance(values, dict) and isinstance(values.get(key), str)]
+    if any(values[key] != dtype for key in keys):
+        write_durably(path, _dumped({**values, **dict.fromkeys(keys, dtype)}))
+
+
+def _dumped(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _common_dtype(dtypes: Iterable[torch.dtype]) -> str | None:
+    """The name of the only floating dtype among these, if there is one."""
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return str(floating.pop()).removeprefix("torch.") if len(floating) == 1 else None
 
 
 def carried_from(directory: str | os.PathLike[str] | None) -> list[Path]:
@@ -219,17 +243,21 @@ def target_dtype(name: str | torch.dtype | None, own: torch.dtype) -> torch.dtyp
     return dtype
 
 
-def model_config(model: Any, dtypes: Iterable[torch.dtype]) -> dict[str, Any] | None:
-    """`config.json` of a `transformers` model, as its `save_pretrained` would write it; None for other models."""
+def model_configs(model: Any, dtypes: Iterable[torch.dtype]) -> dict[str, dict[str, Any]]:
+    """What `save_pretrained` of `transformers` writes beside the weights, by file name; nothing for other models."""
     make = getattr(getattr(model, "config", None), "to_dict", None)
     if make is None:
-        return None
+        return {}
     values: dict[str, Any] = make()
     values["architectures"] = [type(model).__name__]
-    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
-    if len(floating) == 1:
-        values["dtype"] = str(floating.pop()).removeprefix("torch.")
-    return values
+    dtype = _common_dtype(dtypes)
+    if dtype is not None:
+        values["dtype"] = dtype
+    found = {"config.json": values}
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and hasattr(generation, "to_diff_dict") and model.can_generate():
+        found["generation_config.json"] = generation.to_diff_dict()
+    return found
 
 
 def fits(tensors: Sequence[Tensors], directory: Path, free: int) -> None:

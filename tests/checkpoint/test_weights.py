@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offload
+from offload.cli import main
 from tests.engine.common import Case, config_of, decoder, running, states_of, token_batches
 
 transformers = pytest.importorskip("transformers")
@@ -71,6 +73,24 @@ def test_transformers_round_trip(tmp_path: Path, kind: str) -> None:
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids, use_cache=False).logits, expected)
     assert not torch.equal(expected, original.eval()(input_ids=ids, use_cache=False).logits)
+
+
+def test_configurations_of_an_export(tmp_path: Path) -> None:
+    model, saved, out = tiny("llama"), tmp_path / "saved", tmp_path / "out"
+    model.generation_config.max_length = 77
+    model.save_pretrained(saved)
+    (saved / "tokenizer.json").write_text("{}")
+    with offload.initialize(model, config_of(Case(), tmp_path)) as engine:
+        engine.export_safetensors(out)
+    assert transformers.GenerationConfig.from_pretrained(out).max_length == 77
+    command = ["convert", str(out), str(tmp_path / "half"), "--dtype", "bf16", "--carry", str(saved)]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "half" / name).exists()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    assert json.loads((saved / "config.json").read_text())["dtype"] == "float32"  # what is carried stays as it is
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "split", "compact"])
