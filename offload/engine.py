@@ -170,7 +170,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, its outputs untouched."""
-        self._check("called")
+        self._check("it was called")
         self._check_parameters()
         self._boundary.crossed |= torch.is_grad_enabled()
         try:

@@ -92,7 +92,8 @@ class StateAccess(ABC):
         """Full parameters readable in place, on the device: all, or `params` (a parameter, or several, or names).
 
         With `modify`, what is written to them (also through `.data`) becomes their value; elements that did not change
-        keep the low bits of their fp32 master. All of them must fit memory.device at once.
+        keep the low bits of their fp32 master. Without it ordinary operations in place are kept too, but what is
+        written through `.data` may be lost. All of them must fit memory.device at once.
         """
         self._check("gathered was called")
         if modify:
@@ -239,6 +240,8 @@ class StateAccess(ABC):
         """Replaces one parameter's "parameter" (fp32 master and weight), "exp_avg", "exp_avg_sq" or "grad"."""
         self._check("set_full was called")
         record = self._record(name)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name}: set_full needs a tensor of shape {record.slot.shape}, got {value!r}")
         if tuple(value.shape) != record.slot.shape:
             raise ValueError(
                 f"{name}: a value of shape {tuple(value.shape)} for a parameter of shape {record.slot.shape}"
@@ -246,8 +249,11 @@ class StateAccess(ABC):
         if kind == "grad":
             self.replace_gradient(record, value)
             return
-        if kind not in ("parameter", "exp_avg", "exp_avg_sq") or (kind != "parameter" and name not in self._trainable):
-            raise ValueError(f"{name}: cannot set {kind!r}")
+        if kind not in ("parameter", "exp_avg", "exp_avg_sq"):
+            hint = "; the weight follows from it: set 'parameter'" if kind == "weight" else ""
+            raise ValueError(f"set_full: unknown kind {kind!r}; known: parameter, exp_avg, exp_avg_sq, grad{hint}")
+        if kind != "parameter" and name not in self._trainable:
+            raise ValueError(f"{name} is not trained, so it has no {kind}")
         state = self._state(record)
         trained = name in self._trainable
         flat = value.detach().to("cpu", torch.float32 if trained else state.flat.dtype).reshape(-1)

@@ -204,8 +204,8 @@ def load(forced: str | None) -> Backend | None:
         if forced not in (None, "", "auto"):
             raise ValueError(f"OFFLOAD_ISA={forced}, but the native kernels cannot be loaded: {cause}") from error
         warnings.warn(
-            f"native optimizer kernels are not available: {cause}; using the slower plain-torch reference, "
-            "which gives the same results. Reinstall with a C++17 compiler to get them.",
+            f"native code is not available: {cause}; using the slower plain-torch optimizer, which gives the same "
+            "results, and threads for swap files. Reinstall with a C++17 compiler to get it.",
             RuntimeWarning,
             stacklevel=3,
         )

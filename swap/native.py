@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 import importlib
+import importlib.util
 import os
 import platform
 import resource
@@ -33,6 +34,11 @@ def load() -> tuple[ModuleType | None, str]:
     if found != INTERFACE:
         return None, f"swap._native has interface {found}, these sources need {INTERFACE}: reinstall"
     return module, ""
+
+
+def built() -> bool:
+    """Whether there is an extension, of use or not."""
+    return importlib.util.find_spec("swap._native") is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

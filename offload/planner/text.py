@@ -18,7 +18,7 @@ def _memory(plan: Mapping[str, Any]) -> list[str]:
         f"{plan['parameters']:,} parameters; {plan['micro_batches']} x {plan['tokens']:,} tokens a step, "
         f"{plan['order']}, activations: {plan['activations']}, optimizer step: {plan['schedule']}",
         "",
-        f"{'tier':10}{'planned':>12}{'budget':>12}{'smallest':>12}",
+        f"{'tier':10}{'in use':>12}{'budget':>12}{'smallest':>12}",
     ]
     for tier, kinds in plan["planned"].items():
         total, limit, smallest = sum(kinds.values()), plan["limits"][tier], plan["smallest"][tier]

@@ -6,7 +6,7 @@ import functools
 import logging
 
 from swap.engines.protocol import BounceSource, Engine, Request, System
-from swap.native import UringProbe, probe_io_uring
+from swap.native import UringProbe, built, probe_io_uring
 
 ENGINES = ("io_uring", "threads", "aiofiles")
 """Names that ``create_engine`` accepts besides "auto"."""
@@ -37,8 +37,8 @@ def _probe() -> UringProbe:
 
 @functools.cache
 def _step_down(text: str) -> None:
-    """Said once for each reason."""
-    _log.warning("swap: using threads instead of io_uring: %s", text)
+    """Said once for each reason. An installation without native code warns of that by itself."""
+    _log.log(logging.WARNING if built() else logging.INFO, "swap: using threads instead of io_uring: %s", text)
 
 
 def create_engine(
