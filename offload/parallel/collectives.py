@@ -56,7 +56,7 @@ class Collectives:
         """
         group = self._ranks.messages
         works = []
-        rank = self._ranks.rank
+        rank, gone = self._ranks.rank, None
         try:
             for rank, tensor in receives.items():
                 for n, piece in enumerate(_pieces(tensor)):
@@ -72,7 +72,9 @@ class Collectives:
                     work.wait()
         except RuntimeError as error:
             text = " ".join(str(error).split()).partition(" This is typically caused by")[0]
-            raise RankGoneError(rank, text) from error
+            gone = RankGoneError(rank, text)
+        if gone is not None:
+            raise gone  # out here: the backend's error would keep this frame, and with it the group, as long as itself
 
     # Collectives
 

@@ -30,8 +30,8 @@ class CulpritError(Exception):
 def training(where: str, stage: int, folder: Path) -> None:
     """Rank 1 fails in the second step."""
     culprit, store = dist.get_rank() == CULPRIT, dist.distributed_c10d._get_default_store()
-    # No failure but `late` may take its time: a loaded machine must not look like one.
-    timeout = 6.0 if where == "late" else 60.0
+    # No failure but those that are late may take its time: a loaded machine must not look like one.
+    timeout = 6.0 if where.startswith("late") else 60.0
     config = config_of(placed("cpu", "host"), own_folder(folder), parallel={"stage": stage, "timeout": timeout})
     try:
         with offload.initialize(decoder(), config) as engine:
@@ -45,6 +45,8 @@ def training(where: str, stage: int, folder: Path) -> None:
                 loss = engine(ids, labels=ids).loss
                 if fails and where == "backward":
                     loss.register_hook(_raise)
+                if fails and where == "late backward":
+                    store.wait(["given up"], timedelta(seconds=60))
                 engine.backward(loss)
                 if fails and where == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -96,7 +98,7 @@ def test_ranks_that_call_different_things(pool_of: PoolOf, tmp_path: Path) -> No
     assert any("ranks do different things" in outcome.message for outcome in outcomes)
 
 
-@LONG
-def test_a_rank_that_does_not_come(pool_of: PoolOf, tmp_path: Path) -> None:
-    outcomes = ended(pool_of(2), "late", 3, tmp_path)
+@pytest.mark.parametrize(("where", "stage"), [pytest.param("late", 3, marks=LONG), ("late backward", 2)])
+def test_a_rank_that_does_not_come(where: str, stage: int, pool_of: PoolOf, tmp_path: Path) -> None:
+    outcomes = ended(pool_of(2), where, stage, tmp_path)
     assert outcomes[0].kind == "ParallelError" and "parallel.timeout = 6 s" in outcomes[0].message
