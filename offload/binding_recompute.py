@@ -2,10 +2,10 @@
 
 [Note: recompute] Within such a forward, saved tensors that are no views of unit buffers are numbered and held. When it
 has ended well they are let go, and only its inputs are kept, by whoever stores them. The first of them that the
-backward asks for runs the unit's forward again, on detached inputs, under the random state, autocast, grad and training
-modes of the first time, and collects what is saved this time, up to the last one that is needed. So the numbers are
-those of the first forward, if that was a function of its inputs; where it wrote to its inputs or to buffers it was not,
-and what it saved is kept.
+backward asks for runs the unit's forward again, on detached inputs, under the random state and autocast of the first
+time, with the modules' modes, buffers and attributes of then, and collects what is saved this time, up to the last one
+that is needed. So the numbers are those of the first forward, if that was a function of these; where it wrote to one of
+them in place it was not, and what it saved is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from offload.binding_saved import check_version
+from offload.binding_modules import ModuleState
+from offload.binding_saved import WrittenInPlace, check_version
 from offload.errors import OffloadError, StaleWeightsError
 from offload.parameters import ParameterRecord
 from offload.randomness import RandomState
@@ -95,11 +96,9 @@ class Root:
         """Whether its forward was a function of its inputs so far."""
 
     def sees_everything(self) -> bool:
-        """Whether what our hook was given is all that the forward depends on."""
-        return next(iter(self.module._forward_pre_hooks.values()), None) is self.hook
-
-    def buffers(self) -> list[tuple[Tensor, int]]:
-        return [(b, b._version) for m in self.modules for b in m._buffers.values() if b is not None]
+        """Whether what our hook was given is what a call of the module would give to it again."""
+        own = next(iter(self.module._forward_pre_hooks.values()), None) is self.hook
+        return own and not torch.nn.modules.module._global_forward_pre_hooks  # those run before all others
 
     def records(self) -> list[ParameterRecord]:
         return [record for unit in self.units for record in unit.records]
@@ -144,7 +143,6 @@ class Visit:
         "__weakref__",
         "_again",
         "_autocast",
-        "_buffers",
         "_collected",
         "_inputs",
         "_leaves",
@@ -152,7 +150,7 @@ class Visit:
         "_random",
         "_shapes",
         "_spec",
-        "_training",
+        "_state",
         "_values",
         "_versions",
         "previous",
@@ -167,10 +165,9 @@ class Visit:
         """The visit before it, whose backward comes after it."""
         self._leaves: list[Any] = leaves
         self._inputs = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
-        self._buffers = root.buffers()
+        self._state: ModuleState | None = ModuleState(root.modules, root.records())
         self._random = RandomState.take()
         self._autocast = _autocast_state()
-        self._training = [module.training for module in root.modules]
         self._versions = self._weight_versions()
         self._values: list[tuple[Tensor, int]] | None = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
@@ -201,18 +198,14 @@ class Visit:
         return sum(_storages([leaf for leaf, _ in self._inputs]).values())
 
     def unchanged(self) -> bool:
-        """Whether inputs and buffers are as they were before the forward."""
-        same = all(leaf._version == version for leaf, version in self._inputs)
-        now = self.root.buffers()
-        return (
-            same
-            and len(now) == len(self._buffers)
-            and all(a is b and v == w for (a, v), (b, w) in zip(now, self._buffers, strict=True))
-        )
+        """Whether inputs and buffers are as they were before the forward, and attributes can be put back."""
+        assert self._state is not None
+        return all(leaf._version == version for leaf, version in self._inputs) and self._state.settled()
 
     def keep(self) -> None:
         """What the forward saved stays."""
-        self._forget_arguments()
+        self._inputs.clear()
+        self._state = None
         self._leaves.clear()
 
     def let_go(self, store: Callable[[Tensor], Stored]) -> None:
@@ -224,11 +217,7 @@ class Visit:
             for leaf in self._leaves
         ]
         self._values = None
-        self._forget_arguments()
-
-    def _forget_arguments(self) -> None:
         self._inputs.clear()
-        self._buffers.clear()
 
     # The backward
 
@@ -288,31 +277,30 @@ class Visit:
                 f"unit {self.root.units[0].name}: a value changed after the forward whose backward is running (by "
                 "step(), gathered(modify=True) or a write in place); run the forward again"
             )
+        assert self._state is not None
+        written = self._state.written()
+        if written is not None:
+            raise self._differs(f"{written} was written to in between")
         self._collected = []
         now = RandomState.take()
-        modes = [module.training for module in self.root.modules]
         try:
-            self._random.restore()
-            self._set_training(self._training)
-            self._again(self, self._call)
+            with self._state.restored():
+                self._random.restore()
+                self._again(self, self._call)
             if len(self._collected) != len(self._shapes):
                 raise self._differs(f"{len(self._shapes)} tensors were saved, and {len(self._collected)} now")
         except BaseException:
             self._collected = None
             raise
         finally:
-            self._set_training(modes)
             now.restore()
 
-    def _set_training(self, modes: list[bool]) -> None:
-        for module, mode in zip(self.root.modules, modes, strict=True):
-            if module.training != mode:
-                module.training = mode
-
     def _call(self) -> None:
-        args, kwargs = tree_unflatten(
-            [leaf.bring() if isinstance(leaf, _Input) else leaf for leaf in self._leaves], self._spec
-        )
+        try:
+            leaves = [leaf.bring() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
+        except WrittenInPlace as error:
+            raise self._differs("one of its inputs was written to in between") from error
+        args, kwargs = tree_unflatten(leaves, self._spec)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())

@@ -45,10 +45,14 @@ class _Passed(NamedTuple):
     version: int
 
 
+class WrittenInPlace(RuntimeError):
+    """A tensor that a backward needs was written to."""
+
+
 def check_version(value: Tensor, version: int) -> Tensor:
     """`value`, if nothing has written to it since it was at `version`; else autograd's own error."""
     if value._version != version:
-        raise RuntimeError(
+        raise WrittenInPlace(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{value.type()} {list(value.shape)}] is at version {value._version}; "
             f"expected version {version} instead"

@@ -346,6 +346,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
                 f"step() while {', '.join(busy[:3])} {'is' if len(busy) == 1 else 'are'} in use: "
                 "leave gathered(), and end every forward and backward, before it"
             )
+        self._residency.see_writes(self._residency.units)
         with uninterrupted():
             with self._lock:
                 result = self._step()

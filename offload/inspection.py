@@ -135,6 +135,7 @@ class StateAccess(ABC):
     def read_weight(self, record: ParameterRecord) -> Tensor:
         """A CPU copy of a parameter's weight in its own dtype."""
         self._check(f"{record.name} was read")
+        self._residency.see_writes([self._residency.units[record.unit]])
         out = torch.empty(record.slot.numel, dtype=self._state(record).flat.dtype)
         if record.slot.numel:
             with self._lock:
@@ -211,6 +212,8 @@ class StateAccess(ABC):
             if kind == "grad":
                 return None
             raise ValueError(f"{name} is not trained, so it has no {kind}")
+        if kind == "parameter":
+            self._residency.see_writes([self._residency.units[record.unit]])
         with self._lock:
             if kind == "grad":
                 value = self._read_gradient(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients; with offloaded parameters they are always set to None."""
+        """Forgets gradients; with offloaded parameters they are always set to None, and `set_to_none=False` warns."""
+        if not set_to_none:
+            warnings.warn(
+                "zero_grad(set_to_none=False): gradients of offloaded parameters become None even so; a parameter that "
+                "gets no new one is not updated, where zeros would decay its weight and moments",
+                stacklevel=2,
+            )
         self._owner().zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

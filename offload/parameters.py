@@ -11,14 +11,14 @@ resting planes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.errors import GradientError, OffloadError
 from offload.layout import Slot
@@ -95,23 +95,59 @@ def make_stub(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class HeldTensor(torch.Tensor):
-    """A copy of a gradient or of data that the engine holds: reads give plain tensors, writes in place are refused."""
+    """A copy of a gradient or of a weight that the engine holds, in a place where torch has the memory itself.
+
+    Results of operations are plain tensors. What shares the copy's memory (views, arrays) is as read-only as it is:
+    writes in place are refused, because they would be lost. Copied and pickled it is a plain tensor.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.__repr__ or getattr(func, "__name__", "") in ("__get__", "requires_grad_"):
+        if func is torch.Tensor.__repr__ or getattr(func, "__name__", "") == "requires_grad_":
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         for target in _written(func, args, kwargs):
             if isinstance(target, HeldTensor):
                 raise GradientError(
-                    "an in-place change of an offloaded parameter's .grad or .data would be lost: "
-                    "use engine.clip_grad_norm_ for clipping, parameter.grad = tensor to replace a gradient, "
-                    "engine.gathered(modify=True) to change weights"
+                    "an in-place change of a copy of an offloaded parameter's .grad, .data or detached value would be "
+                    "lost: use engine.clip_grad_norm_ for clipping, parameter.grad = tensor to replace a gradient, "
+                    "engine.gathered(modify=True) to change weights, and clone() for a copy of your own"
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        return result.as_subclass(torch.Tensor) if isinstance(result, HeldTensor) else result
+            held = {a.untyped_storage()._cdata for a in tree_leaves((args, kwargs)) if isinstance(a, HeldTensor)}
+            return tree_map(lambda value: _as_held(value, held), func(*args, **kwargs))
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        # nn.Parameter(held), as load_state_dict(assign=True) makes it: the copy is that parameter's own from now on.
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(torch.Tensor)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _as_held(value: Any, storages: Collection[int]) -> Any:
+    """Read-only if it shares one of `storages`, else plain."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            return value
+        kind = HeldTensor if value.untyped_storage()._cdata in storages else Tensor
+        return value if type(value) is kind else value.as_subclass(kind)
+    flags = getattr(value, "flags", None)
+    if flags is not None and hasattr(flags, "writeable"):
+        flags.writeable = False  # an array over the same memory
+    return value
 
 
 _METADATA = frozenset(
@@ -172,10 +208,13 @@ def _names_meta(arguments: Iterable[Any]) -> bool:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that `func` writes, by torch's naming rules: a trailing underscore, augmented assignment, `out=`."""
+    """The tensors that `func` writes, by torch's naming rules: a trailing underscore, augmented assignment, `out=`,
+    `inplace=True`, `.data =`.
+    """
     name = getattr(func, "__name__", "")
     targets: list[Any] = list(tree_leaves(kwargs["out"])) if kwargs.get("out") is not None else []
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _INPLACE_DUNDERS or name == "__setitem__"
+    in_place |= kwargs.get("inplace") is True or (name == "__set__" and func.__self__.__name__ == "data")
     if in_place and name != "requires_grad_":
         first = args[0] if args else next(iter(kwargs.values()), None)
         targets.extend(first if isinstance(first, (list, tuple)) else [first])
@@ -207,7 +246,7 @@ class OffloadedParameter(nn.Parameter):
                 # Module.to("meta") would put new, empty parameters into the module.
                 raise OffloadError(f"{own.name}: its memory belongs to the engine, so it cannot go to the meta device")
             if name == "detach":
-                return own.host.read_weight(own)
+                return own.host.read_weight(own).as_subclass(HeldTensor)
         if name in _FORBIDDEN:
             raise OffloadError(
                 f"{own.name if own else 'an offloaded parameter'}: {name} would detach it from the engine "

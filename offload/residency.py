@@ -480,8 +480,8 @@ class Residency:
                 record.version = record.parameter._version
         if written:
             raise OffloadError(
-                f"{written[0].name}: written to by a call that goes past the engine (such as set_); the write is lost. "
-                "Use gathered(modify=True) or an ordinary operation in place"
+                f"{written[0].name}: written to by a call that goes past the engine (such as set_, or through a view); "
+                "the write is lost. Use gathered(modify=True) or an operation in place on the parameter itself"
             )
 
     @staticmethod
@@ -497,6 +497,19 @@ class Residency:
                     view = flat.buffer.as_strided(slot.shape, contiguous_strides(slot.shape), base + slot.offset)
                     record.parameter.data = view
         unit.bound = True
+
+    def see_writes(self, units: Iterable[Unit]) -> None:
+        """Before resting weights are read or updated: what was written in place to open parameters is carried over.
+
+        Raises:
+            OffloadError: a resting parameter was written to past the engine, for example through an old view of it.
+        """
+        with self.lock:
+            for unit in units:
+                if unit.open:
+                    self.keep_writes(unit)
+                else:
+                    self._check_untouched(unit)
 
     def keep_writes(self, unit: Unit) -> None:
         """Carries in-place writes to a resident unit's parameters over to the resting planes.

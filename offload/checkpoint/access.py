@@ -202,7 +202,8 @@ class CheckpointAccess(StateAccess):
         self._end_save(report=False)  # an edit in place would reach weights that are not saved yet
 
     def _settle_states(self) -> None:
-        """Everything that steps have decided on is at rest in the planes."""
+        """Everything that steps have decided on, and what was written in place, is at rest in the planes."""
+        self._residency.see_writes(self._residency.units)
         for state in self._states.values():
             state.settle()
         self._step_queue.drain()

@@ -67,7 +67,7 @@ class Activations:
         if not visit.unchanged():
             visit.root.repeatable = False
             log.info(
-                "unit %s: its forward writes to its inputs or buffers, so its activations are kept",
+                "unit %s: its forward writes to its inputs, buffers or attributes, so its activations are kept",
                 visit.root.units[0].name,
             )
             saved = 0

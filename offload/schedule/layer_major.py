@@ -12,7 +12,8 @@ to another unit, and gives way when the device has no room.
 gradient is about to be added waits until the earlier ones have added theirs, or have ended. How many contributions are
 to come follows from the forward: one from the whole graph, if the parameter's units were entered with gradients on,
 and one from each entry without, which is what reentrant checkpointing looks like. An entry that was none, such as an
-evaluation on the side, makes later micro-batches wait for the end of the earlier ones: right, and slower.
+evaluation on the side, makes later micro-batches wait for the end of the earlier ones: right, and slower. One that
+contributes once more than expected, too late, is an error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from offload.binding_threads import ThreadState
+from offload.errors import OffloadError
 from offload.randomness import RandomState
 from offload.residency import Residency, Unit
 from offload.schedule.baton import Baton, Stopped
@@ -190,8 +192,15 @@ class LayerMajor:
 
     def gradient_due(self, unit: int, name: str) -> None:
         k = self._index.get(threading.get_ident())
-        if k is not None and self._earlier_to_come(k, unit, name):
+        if k is None:
+            return
+        if self._earlier_to_come(k, unit, name):
             self._pass_on(k, lambda: self._earlier_to_come(k, unit, name))
+        if any(progress.added[name] for progress in self._progress[k + 1 :]):
+            raise OffloadError(
+                f"{name}: micro-batch {k} adds to it again after later micro-batches have added theirs, as "
+                "a backward of its own within forward or loss_fn gives; set schedule.micro_batch_order = 'batch_major'"
+            )
 
     def gradient_added(self, unit: int, name: str, *, nested: bool) -> None:
         k = self._index.get(threading.get_ident())
