@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.errors import OffloadError
 from offload.randomness import RandomState, seed_everything
 from tests.engine.binding_models import NVME, WIDTH, Block, Stack, checkpointed, inputs, nested
 from tests.engine.common import (
@@ -483,3 +484,34 @@ def test_token_counts_and_losses_as_in_batch_major(swap_folder: Path) -> None:
             found.append(([(r.loss, r.grad_norm) for r in results], states_of(engine)))
     assert found[0][0] == found[1][0]
     assert_states_equal(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_a_backward_within_the_loss_is_right_or_refused(device: str, swap_folder: Path) -> None:
+    """Its gradients would come after those of later micro-batches, and the sum would have other bits."""
+    model, batches = Stack(), [inputs(seed=seed) for seed in range(3)]
+
+    def loss_fn(outputs: Tensor, batch: Tensor) -> Tensor:
+        owner(batch * 2.0).square().sum().backward()
+        return outputs.square().sum()
+
+    case = placed(device, "nvme")
+    owner: nn.Module
+    with running(copy.deepcopy(model), case, swap_folder, max_grad_norm=None, schedule=LAYER_MAJOR) as engine:
+        owner = engine.module
+        with pytest.raises(OffloadError, match=r"micro-batch 0 adds to it again.*'batch_major'"):
+            engine.train_batch(batches, loss_fn)
+        assert engine.resident_units() == []
+    schedule = {"micro_batch_order": "batch_major"}
+    with running(copy.deepcopy(model), case, swap_folder, max_grad_norm=None, schedule=schedule) as engine:
+        owner = engine.module
+        engine.train_batch(batches, loss_fn)
+        found = states_of(engine)
+    owner, reference = model, Reference(model, max_grad_norm=None)
+    for batch in batches:
+        outputs = model(batch)
+        loss = loss_fn(outputs, batch) / len(batches)
+        reference.collect()
+        reference.backward(loss)
+    reference.step()
+    assert_states_equal(found, reference.states())

@@ -244,3 +244,92 @@ def test_plain_within_the_forward_only(swap_folder: Path) -> None:
         gradient.remove()
         assert seen == [nn.Parameter, OffloadedParameter]
         assert type(up.weight) is OffloadedParameter
+
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "multiplied": lambda t: t.mul_(2.0),
+    "a view": lambda t: t.view(-1)[:3].zero_(),
+    "a row": lambda t: next(iter(t)).zero_(),
+    "a split": lambda t: t.split(1)[0].zero_(),
+    "an element": lambda t: t.__setitem__((0, 0), 1.0),
+    "detached": lambda t: t.detach().zero_(),
+    "the same dtype and device": lambda t: t.float().cpu().contiguous().zero_(),
+    "in a list": lambda t: torch._foreach_mul_([t], 0.5),
+    "as output": lambda t: torch.add(t, 1.0, out=t),
+    "a function": lambda t: nn.functional.relu(t, inplace=True),
+    "data": lambda t: setattr(t, "data", torch.zeros(3, 16)),
+    "an array": lambda t: t.numpy().fill(0.0),
+    "an array by numpy": lambda t: np.asarray(t).fill(0.0),
+}
+SHOWN: dict[str, Callable[[nn.Module], Tensor]] = {
+    "grad": lambda model: model.head.weight.grad,
+    "data": lambda model: model.head.weight.data,
+    "detached": lambda model: model.head.weight.detach(),
+    "state dict": lambda model: model.state_dict()["head.weight"],
+}
+
+
+@pytest.mark.parametrize("case", [NVME[1], placed("cpu", "host")], ids=str)
+def test_no_edit_of_a_copy_is_lost_silently(case: Any, swap_folder: Path) -> None:
+    """Where torch would have the memory itself, and the engine shows a copy."""
+    with paired(Stack(2), case, swap_folder) as pair:
+        pair.backward(square(inputs()))
+        for show in SHOWN.values():
+            for name, edit in EDITS.items():
+                with pytest.raises((GradientError, ValueError), match=r"would be lost|read-only"):
+                    edit(show(pair.offloaded))
+                    pytest.fail(name)
+        pair.step()
+
+
+def test_copies_of_copies_are_plain(swap_folder: Path) -> None:
+    with paired(Stack(2), NVME[0], swap_folder) as pair:
+        shown = pair.offloaded.state_dict()
+        for value in (shown["head.weight"].clone(), shown["head.weight"] + 1, copy.deepcopy(shown)["head.weight"]):
+            assert type(value) is Tensor
+        file = io.BytesIO()
+        torch.save(shown, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert {type(value) for value in loaded.values()} == {Tensor}
+        other = Stack(2)
+        other.load_state_dict(shown, assign=True)
+        assert {type(p) for p in other.parameters()} == {nn.Parameter}
+        with torch.no_grad():
+            other.head.weight.zero_()
+        pair.weights_equal()
+        pair.train(square(inputs()), steps=1)
+
+
+@pytest.mark.parametrize("read", ["step", "named_full_parameters", "get_full", "save_checkpoint"])
+@pytest.mark.parametrize("case", [NVME[0], placed("cpu", "host")], ids=str)
+def test_a_write_through_a_view_is_noticed_before_anything_hides_it(
+    read: str, case: Any, swap_folder: Path, tmp_path: Path
+) -> None:
+    with paired(Stack(2), case, swap_folder) as pair:
+        engine = pair.engine
+        engine.backward(engine(inputs()).square().sum())
+        with torch.no_grad():
+            pair.offloaded.head.weight.view(-1)[0] = 3.0
+        with pytest.raises(OffloadError, match=r"head\.weight: written to by a call that goes past the engine"):
+            if read == "step":
+                engine.step()
+            elif read == "named_full_parameters":
+                list(engine.named_full_parameters())
+            elif read == "get_full":
+                engine.get_full("head.weight")
+            else:
+                engine.save_checkpoint(tmp_path)
+        assert list(tmp_path.glob("step-*")) == []
+        engine.zero_grad()
+
+
+@pytest.mark.parametrize("case", [*NVME, placed("cpu", "host")], ids=str)
+def test_reading_by_name_within_gathered_shows_what_was_written(case: Any, swap_folder: Path) -> None:
+    with paired(Stack(2), case, swap_folder) as pair:
+        with pair.engine.gathered(modify=True), torch.no_grad():
+            pair.offloaded.head.weight.fill_(2.0)
+            assert bool((pair.engine.get_full("head.weight") == 2.0).all())
+            assert bool((dict(pair.engine.named_full_parameters())["head.weight"] == 2.0).all())
+            pair.plain.head.weight.fill_(2.0)
+        pair.train(square(inputs()), steps=1)

@@ -344,6 +344,14 @@ def test_torchs_own_clipping_does_not_pass_silently(swap_folder: Path) -> None:
         assert engine.step().grad_norm == pytest.approx(float(norm), rel=1e-5)
 
 
+def test_gradients_of_zero_instead_of_none_warn(swap_folder: Path) -> None:
+    with running(Pair(), Case(), swap_folder) as engine:
+        engine.backward(engine(vectors(1)[0]))
+        with pytest.warns(UserWarning, match="set_to_none=False"):
+            engine.optimizer.zero_grad(set_to_none=False)
+        assert all(p.grad is None for p in engine.module.parameters())
+
+
 def test_zero_grad_between_backward_and_step_also_ends_clipping(swap_folder: Path) -> None:
     model = Pair()
     twin = Reference(copy.deepcopy(model), max_grad_norm=None)
