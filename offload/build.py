@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.aliases import check_memory
 from offload.checkpoint.weights import WeightSource, values_of
 from offload.config import Config
 from offload.errors import PlanError, UnsupportedModelError
@@ -197,6 +198,7 @@ def _draw_up(
     ranks: Ranks | None,
 ) -> Blueprint:
     check_model(model)
+    check_memory(model)
     check_swap_paths(config.memory.nvme_paths)
     if config.placement.activations == "nvme" and not config.memory.nvme_paths:
         raise PlanError("placement.activations = 'nvme', but there is no swap path: set memory.nvme_paths")
