@@ -142,13 +142,19 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Removes the directories of saves that were cut short; call it under `locked`. Returns them."""
-    gone = []
-    for _, path in step_directories(directory):
-        if not is_complete(path):
-            remove_checkpoint(path)
-            gone.append(path)
-    return gone
+    """Removes the directories of saves that were cut short; call it under `locked`. Returns them; what cannot be
+    removed is logged.
+    """
+    return [path for _, path in step_directories(directory) if not is_complete(path) and _removed(path)]
+
+
+def _removed(path: Path) -> bool:
+    try:
+        remove_checkpoint(path)
+    except OSError as error:
+        log.warning("%s: an old checkpoint could not be removed: %s", path, error.strerror)
+        return False
+    return True
 
 
 def retain(directory: Path, keep: int | None, keep_every: int | None) -> list[Path]:
@@ -162,11 +168,8 @@ def retain(directory: Path, keep: int | None, keep_every: int | None) -> list[Pa
     for step, path in complete_checkpoints(directory)[:-keep]:
         if keep_every and step and step % keep_every == 0:
             continue
-        try:
-            remove_checkpoint(path)
+        if _removed(path):
             gone.append(path)
-        except OSError as error:
-            log.warning("%s: an old checkpoint could not be removed: %s", path, error.strerror)
     return gone
 
 

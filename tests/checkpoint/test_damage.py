@@ -360,6 +360,22 @@ def test_two_writers_do_not_meet(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path / "ck")
 
 
+def test_things_that_lie_among_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are passed over, stay, and keep nobody from saving."""
+    root = tmp_path / "ck"
+    (root / "step-00000009" / "manifest.json").mkdir(parents=True)
+    (root / "step-00000008").write_text("a file")
+    (root / "step-00000007").symlink_to(tmp_path)
+    (root / "step-00000006").mkdir()
+    (root / "step-00000006" / "notes.txt").write_text("mine")
+    with running(decoder(), CASE, tmp_path) as engine:
+        engine.save_checkpoint(root, keep=1)
+        assert engine.load_checkpoint(root).step == 0
+    assert "step-00000009: an old checkpoint could not be removed" in caplog.text
+    assert (root / "step-00000006" / "notes.txt").read_text() == "mine"
+    assert len(list(root.iterdir())) == 5
+
+
 def test_what_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     with running(decoder(), CASE, tmp_path) as engine:
         with pytest.raises(offload.CheckpointError, match=r"data\.reader is a .*object"):
