@@ -224,7 +224,6 @@ def _draw_up(
         limits = _limits(config, device, 1 if ranks is None else ranks.local_world)
         prefetch = 1 if config.schedule.prefetch_units == "auto" else config.schedule.prefetch_units
         accumulate = DTYPES[config.precision.accumulate_dtype]
-        _warn_large_units(layouts, limits)
         kept = kept_weights(config, division)
         if config.parallel.limit_gathers != "auto":
             check_limit(config.parallel.limit_gathers, layouts, division)
@@ -232,6 +231,7 @@ def _draw_up(
         if ranks is None and takes_at_once(config, layouts):
             request = replace(request, taken_at_once=True)
         plan = make_plan(layouts, fmt, accumulate, request, limits)
+        _warn_large_units(layouts, limits)  # of a plan that stands: beside its refusal they are noise
     except BaseException:
         device.close()
         raise

@@ -223,7 +223,7 @@ class _Trainer:
             self.swap_directory.mkdir(parents=True, exist_ok=True)
             memory = config.memory.model_copy(update={"nvme_paths": (str(self.swap_directory),)})
             config = config.model_copy(update={"memory": memory})
-        if self.job.world == 1:  # a plan is that of a single process
+        if self.job.world == 1 and self.comparison.wanted:  # a plan is that of a single process
             with self.progress.phase("predicting"):
                 self.comparison.predict(self.recorder.path / "config.toml", config.memory.nvme_paths)
         with self.progress.phase("building model"):
@@ -237,6 +237,7 @@ class _Trainer:
         self.engine.wear()  # what has been written so far is not what a step writes
         self.progress.say(self.engine.describe())
         self.progress.say(describe_groups(groups))
+        self.comparison.say_why_not()
         if self.resume is not None:
             self._resume(self.engine, self.resume)
         self.recorder.forget_after(self.steps if self.resume is not None else -1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 import click
 
+from offload.cli.checks import check
 from offload.cli.failures import reported
 from offload.config import DEFAULT_FILE, ConfigError, load_config
 from offload.telemetry import dump_json
@@ -26,8 +25,7 @@ def plan_command(arguments: Sequence[str], as_json: bool, debug: bool) -> None:
     with reported(debug=debug):
         named = bool(arguments) and "=" not in arguments[0]
         config = load_config(arguments[0] if named else DEFAULT_FILE, list(arguments[1:] if named else arguments))
-        if config.model.factory is not None and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
+        check(config)
         from offload.planner.plan import plan_config
 
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import click
 
-from offload.checkpoint.places import directory_of, newest_run, resolve_resume, why_not_writable
+from offload.checkpoint.places import directory_of, newest_run, resolve_resume
+from offload.cli.checks import check, unwritable
 from offload.cli.failures import NOT_SAVED, USER_ERROR, exit_status, reported
 from offload.config import DEFAULT_FILE, Config, ConfigError, load_config
 from offload.interruption import FORCE_AFTER_SECONDS, LAUNCHED_SECONDS, Interruption
@@ -56,34 +56,8 @@ def _config(arguments: Sequence[str], run_dir: str | None, resume: str | None = 
     if run_dir is not None:
         overrides.append(f"run_dir={run_dir}")
     config = load_config(source, overrides)
-    problems = []
-    settings = config.checkpoint
-    if settings.directory is not None and (settings.interval is not None or settings.on_signal):
-        problems += _unwritable(Path(settings.directory))
-    if resume not in (None, "auto"):
-        try:
-            resolve_resume(resume, Path(resume))
-        except ConfigError as error:
-            problems += error.problems
-    if config.data.files:
-        from offload.data import find_files
-
-        try:
-            find_files(config.data.files)
-        except ValueError as error:
-            problems.append(str(error))
-    if config.model.factory is not None and os.getcwd() not in sys.path:
-        # A factory beside the configuration is the usual case, and a console script does not look there by itself.
-        sys.path.insert(0, os.getcwd())
-    if problems:
-        raise ConfigError(problems)
+    check(config, saves=True, resume=resume)
     return config
-
-
-def _unwritable(directory: Path) -> list[str]:
-    """The problem with a directory in which no checkpoint could be saved."""
-    reason = why_not_writable(directory)
-    return [] if reason is None else [f"checkpoint.directory = {str(directory)!r}: {reason}; choose another directory"]
 
 
 def _train(config: Config, interruption: Interruption, resume: str | None, *, as_json: bool) -> int:
@@ -106,7 +80,7 @@ def _train_together(job: Job, config: Config, interruption: Interruption, resume
 
     def open_run() -> str:
         made.append(RunDirectory(config.run_dir, resume=resume is not None))
-        if config.checkpoint.directory is None and (problems := _unwritable(directory_of(config, made[0].path))):
+        if config.checkpoint.directory is None and (problems := unwritable(directory_of(config, made[0].path))):
             made[0].discard()
             raise ConfigError(problems)
         return str(made[0].path)

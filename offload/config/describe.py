@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from offload.config.deepspeed import equivalent
+from offload.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -32,7 +33,12 @@ _LIMITS = {
 
 def problems_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One line per problem in ``error``, which came from validating ``model``."""
-    return [_line(detail, model) for detail in error.errors(include_url=False)]
+    found: list[str] = []
+    for detail in error.errors(include_url=False):
+        cause = detail.get("ctx", {}).get("error")
+        # A check that knows whole keys has written whole lines.
+        found.extend(cause.problems if isinstance(cause, ConfigError) else [_line(detail, model)])
+    return found
 
 
 def sections_of(model: type[BaseModel]) -> dict[str, type[BaseModel]]:

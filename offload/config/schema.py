@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from offload.config.checks import across, of_model
 from offload.config.describe import problems_of
 from offload.config.errors import ConfigError
 from offload.config.values import (
@@ -32,6 +33,7 @@ from offload.config.values import (
     Steps,
     StepsOrAuto,
 )
+from swap.geometry import PAGE
 
 Tier = Literal["auto", "device", "host", "nvme"]
 
@@ -174,6 +176,12 @@ class SwapConfig(Section):
     endurance_tbw: OrNone[Positive] = None
     """Terabytes (10^12 bytes) that each drive may be written in its life, as its data sheet says."""
 
+    @model_validator(mode="after")
+    def _whole_pages(self) -> SwapConfig:
+        if self.block != "auto" and self.block % PAGE:
+            raise ConfigError([f"swap.block = {self.block}: must be a multiple of {PAGE} bytes, a page, or 'auto'"])
+        return self
+
 
 def _no_flag(value: Any) -> Any:
     if isinstance(value, bool):  # 1 and 0 to Python
@@ -313,6 +321,12 @@ class ModelConfig(Section):
             raise ValueError(f"factory builds the whole model: remove {', '.join(others)}")
         return self
 
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> ModelConfig:
+        if problems := of_model(self):
+            raise ConfigError(problems)
+        return self
+
     def overrides(self) -> dict[str, Any]:
         """The fields that override the preset."""
         return {key: value for key, value in self if key not in ("preset", "factory", "weights") and value is not None}
@@ -323,8 +337,8 @@ class DataConfig(Section):
 
     files: Names = ()
     """Paths or globs."""
-    context: Count = 256
-    """Tokens (bytes) of one sample."""
+    context: Annotated[int, Field(ge=2)] = 256
+    """Tokens (bytes) of one sample: one to read, one to predict."""
     eval_fraction: Fraction = 0.05
     """The end of the text that is held out."""
 
@@ -364,6 +378,12 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        if problems := across(self):
+            raise ConfigError(problems)
+        return self
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+DEFAULT_PRESET = "20m"
 _MLP_MULTIPLE = 64
 
 
@@ -97,3 +100,21 @@ presets: Mapping[str, LlamaConfig] = MappingProxyType(
         "10b": LlamaConfig(vocab_size=32000, hidden_size=4096, layers=48, heads=32, max_positions=4096),
     }
 )
+
+
+def llama_config(preset: str | None, overrides: Mapping[str, Any], *, context: int) -> LlamaConfig:
+    """The sizes that ``build_model`` uses for a preset (by default 20m) and its overrides."""
+    name = preset or DEFAULT_PRESET
+    if name not in presets:
+        raise ValueError(f"model.preset = {name!r}: must be one of {', '.join(presets)}")
+    changes = dict(overrides)
+    changes.setdefault("max_positions", max(context, presets[name].max_positions))
+    try:
+        config = dataclasses.replace(presets[name], **changes)
+    except ValueError as error:
+        raise ValueError(f"model.{error}") from None
+    if config.max_positions < context:
+        raise ValueError(f"model.max_positions = {config.max_positions} is less than data.context = {context}")
+    if config.vocab_size < 256:
+        raise ValueError(f"model.vocab_size = {config.vocab_size}: text in bytes needs at least 256 token ids")
+    return config

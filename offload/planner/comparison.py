@@ -91,19 +91,30 @@ class RunComparison:
         self.plan: dict[str, Any] | None = None
         self.measured: dict[str, dict[str, float]] | None = None
         self._config, self._say = config, say
+        self._reason: str | None = None
         self._seconds: list[float] = []
         self._moved: list[tuple[int, int]] = []
 
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to predict."""
+        return self._config.log.predict and self._config.train.steps >= COMPARED_STEPS
+
     def predict(self, config_file: Path, nvme_paths: Sequence[str]) -> None:
         """Plans the run of `config_file`, in a process of its own."""
-        if not self._config.log.predict or self._config.train.steps < COMPARED_STEPS:
+        if not self.wanted:
             return
         paths = json.dumps(list(nvme_paths))
         found = plan_apart(config_file, [f"memory.nvme_paths={paths}"])
         if isinstance(found, str):
-            self._say(f"no prediction: {found}")
+            self._reason = found.removeprefix("error: ")
         else:
             self.plan = found
+
+    def say_why_not(self) -> None:
+        """Says why there is no prediction, once the run is set up: before, what failed the plan may fail the run."""
+        if self._reason is not None:
+            self._say(f"no prediction: {self._reason}")
 
     def note(self, seconds: float, moved: Mapping[str, int], engine: Engine) -> None:
         """A step is over; `moved` is what it counted. After the last compared one the comparison is shown."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offload.config import Config, ConfigError
+from offload.config.checks import eager_waits
 from offload.config.schema import OptimizerConfig
 from offload.layout import UnitLayout
 from offload.tiers import Tier
@@ -68,13 +69,7 @@ def choose_schedule(blueprint: Blueprint) -> Schedule:
     config = blueprint.config
     wanted, waits_for = config.schedule.optimizer_step, needs_norm(config.optimizer, blueprint.layouts)
     if wanted == "eager" and waits_for is not None:
-        raise ConfigError(
-            [
-                f"schedule.optimizer_step = 'eager' updates units during backward, but {waits_for} needs the norm of "
-                "all gradients first: use 'deferred', or set optimizer.check_finite = false without max_grad_norm and "
-                "fp16"
-            ]
-        )
+        raise ConfigError([eager_waits(waits_for)])
     if wanted != "auto":
         return Schedule(name=wanted, reason="as configured")
     tiers = {placement.optimizer for placement in blueprint.plan.flats.values()}

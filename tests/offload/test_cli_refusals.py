@@ -156,3 +156,60 @@ def test_what_needs_no_torch_is_refused_without_it() -> None:
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 2, done.stderr
+
+
+WITHOUT_TORCH = [
+    ("model.preset=30m", "command line: model.preset = '30m': must be one of 20m"),
+    ("model.hidden_size=7", "command line: model.hidden_size = 7 must be a multiple of heads = 8"),
+    ("model.max_positions=16", "command line: model.max_positions = 16 is less than data.context = 128"),
+    ("swap.block=3", "command line: swap.block = 3: must be a multiple of 4096 bytes"),
+    ("data.context=1", "command line: data.context = 1: must be at least 2"),
+    ("optimizer.state_format=compact precision.compute_dtype=fp32", "optimizer.state_format = 'compact'"),
+    ("schedule.optimizer_step=eager", "optimizer.max_grad_norm = 1 needs the norm of all gradients"),
+    ("schedule.optimizer_step=eager optimizer.max_grad_norm=none", "optimizer.check_finite needs the norm"),
+    ("memory.nvme_paths=['absent']", "swap path 'absent'"),
+    ("memory.nvme_paths=['/proc']", "swap path '/proc'"),
+    ("memory.nvme_paths=['/etc/passwd']", "swap path '/etc/passwd' is not a directory"),
+    ("model.weights=absent", "model.weights = 'absent': no such file or directory"),
+    ("data.files=*.absent", "data.files: '*.absent'"),
+]
+
+
+def test_values_that_need_no_model_are_refused_before_torch_is_loaded() -> None:
+    cases = [["train", *settings.split()] for settings, _ in WITHOUT_TORCH]
+    cases += [["plan", *settings.split()] for settings, _ in WITHOUT_TORCH]
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from offload.cli import main\n"
+        f"for arguments in {cases!r}:\n"
+        "    try:\n        main(arguments)\n"
+        "    except SystemExit as end:\n        print(end.code, file=sys.stderr)\n"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    environment = os.environ | {"PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and done.stdout == "" and os.listdir() == [], (done.stdout, done.stderr)
+    assert len(lines) == 2 * len(cases) and set(lines[1::2]) == {"2"}, done.stderr
+    for line, (_, said) in zip(lines[::2], [*WITHOUT_TORCH, *WITHOUT_TORCH], strict=True):
+        assert line.startswith("error: ") and said in line
+
+
+def test_sections_that_are_wrong_together_are_told_together() -> None:
+    said = refused("train", "train.steps=0", "model.preset=30m", lines=2)
+    assert "train.steps" in said and "model.preset" in said
+    said = refused("train", "schedule.optimizer_step=eager", "model.max_positions=16", lines=2)
+    said = refused("train", "memory.nvme_paths=['absent']", "model.weights=absent", "--resume", "absent", lines=3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_what_fails_the_run_is_not_said_of_its_prediction_too() -> None:
+    tiny = [text for text in TINY if not text.startswith("log.")]
+    result = run("train", *tiny, "train.steps=5", "device=cuda")
+    assert result.exit_code == 2 and "prediction" not in result.stdout + result.stderr, result.stdout
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_budget_that_cannot_be_is_refused_without_warnings(recwarn: pytest.WarningsRecorder) -> None:
+    said = refused("train", *TINY, "memory.device=1KiB", "train.steps=2")
+    assert "memory.device" in said and not [w for w in recwarn if issubclass(w.category, UserWarning)]

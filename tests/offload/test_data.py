@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.data import ByteTokenizer, TextData, find_files
+from offload.data import ByteTokenizer, TextData
+from offload.text_files import find_files
 
 
 def write(path: Path, data: bytes) -> Path:

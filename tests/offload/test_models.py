@@ -251,7 +251,7 @@ def test_build_model_applies_overrides_to_the_preset() -> None:
     ("given", "message"),
     [
         (settings("3m"), "model.preset = '3m': must be one of 20m, 110m, 438m, 1b, 10b"),
-        (settings("20m", heads=7), "model: hidden_size = 512 must be a multiple of heads = 7"),
+        (settings("20m", heads=7), "model.hidden_size = 512 must be a multiple of heads = 7"),
         (settings("20m", vocab_size=97), "model.vocab_size = 97"),
         (settings("20m", max_positions=64), "model.max_positions = 64 is less than data.context = 128"),
         (settings(factory="no.such.package:make"), "model.factory = 'no.such.package:make': No module named"),
