@@ -51,7 +51,9 @@ class Command:
         self.tmp.mkdir()
         root = Path(__file__).resolve().parents[2]
         path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-        self.environment = os.environ | {"TMPDIR": str(self.tmp), "PYTHONPATH": path}
+        # torch makes an empty cache below TMPDIR unless it is given a place.
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor")}
+        self.environment = os.environ | {"TMPDIR": str(self.tmp), "PYTHONPATH": path} | cache
 
     def start(self, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
