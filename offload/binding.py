@@ -629,7 +629,7 @@ class Binding:
                     f"{handle.record.name}: its value changed after the forward whose backward is running "
                     "(by step(), gathered(modify=True) or a write in place); run the forward again"
                 )
-            task = self._task()
+            task = self._tasks.get(torch._C._current_graph_task_id()) or self._task()
             if task is None:
                 holder = object()
                 self._residency.acquire(unit, holder)

@@ -240,7 +240,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
             self._last_unit = record.unit
             state = self._state(record)
             assert state.local is not None
-            if state.local is state.gradients:
+            if state.pending is not None and state.local is state.gradients:
                 state.wait_update()
             state.local.add(record.name, gradient, self._gradient_queue)
         if self._cluster is not None:

@@ -165,7 +165,8 @@ class FlatGradients:
         if first and entry.slot.numel and entry.slot.small and gradient.dtype == self.raw_spec.dtype:
             if not self._late:
                 self._locate(entry, Held.RAW)  # refused now, if there is no room
-            entry.held, entry.partials, entry.late = Held.RAW, None, gradient.detach()
+            entry.held, entry.partials = Held.RAW, None
+            entry.late = gradient.detach() if gradient.requires_grad else gradient
             self._late.append(entry)
             return
         self.settle(entry)
