@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +138,9 @@ def _processors() -> Iterator[Check]:
     )
     from optimizer_cpu import kernels
 
-    isa = kernels.active_isa()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the line below says it
+        isa = kernels.active_isa()
     slow = isa == "reference"
     yield Check(
         name="kernels",
@@ -199,9 +202,8 @@ def _path(path: str) -> Iterator[Check]:
     try:
         file = open_swap_file(Path(path).absolute(), "auto")
     except SwapPathError as error:
-        yield Check(
-            name=name, status="failure", detail=str(error), remedy="create it, make it writable, or choose another"
-        )
+        detail, _, remedy = str(error).partition("; ")
+        yield Check(name=name, status="failure", detail=detail, remedy=remedy or "choose another path")
         return
     except OSError as error:
         yield Check(name=name, status="failure", detail=str(error), remedy="free space there, or choose another path")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import offload
+from offload.checkpoint.errors import CheckpointMismatchError
 from offload.checkpoint.places import directory_of
 from offload.checkpoint.run import RunCheckpoints
 from offload.config import Config, ConfigError
+from offload.config.checks import doubts
 from offload.data import TextData
 from offload.interruption import Interrupted, Interruption
 from offload.models import build_model
@@ -183,9 +187,22 @@ class _Trainer:
 
     def _resume(self, engine: offload.Engine, path: Path) -> None:
         with self.progress.phase("loading checkpoint"):
-            report = engine.load_checkpoint(path)
+            try:
+                report = engine.load_checkpoint(path)
+            except CheckpointMismatchError as error:
+                # What may be let pass is an argument of load_checkpoint, which the command does not have.
+                text = re.sub(r" \((missing|extra|reshaped)='\w+' accepts it\)", "", str(error))
+                raise ConfigError(
+                    f"--resume: {text}; resume with the model section of the saved run, or start from its "
+                    "weights alone (offload convert, then model.weights)"
+                ) from error
         self.steps = report.step
         self.checkpoints.resumed(report, self._position())
+        if self.steps >= self.config.train.steps:
+            self.progress.say(
+                f"nothing to do: the saved run has {self.steps} steps, train.steps = {self.config.train.steps}; "
+                "raise it to train on"
+            )
         counts = report.extra_state
         if isinstance(counts, dict) and counts.get("steps") == report.step:
             self.tokens, self.skipped_steps = int(counts["tokens"]), int(counts["skipped_steps"])
@@ -238,6 +255,8 @@ class _Trainer:
         self.progress.say(self.engine.describe())
         self.progress.say(describe_groups(groups))
         self.comparison.say_why_not()
+        for doubt in doubts(config, ranks=self.job.world, memory=psutil.virtual_memory().total):
+            self.progress.warn(doubt)
         if self.resume is not None:
             self._resume(self.engine, self.resume)
         self.recorder.forget_after(self.steps if self.resume is not None else -1)

@@ -178,6 +178,6 @@ def check_space(directory: Path, needed: int, what: str) -> None:
     free = free_bytes(directory)
     if free < needed:
         raise CheckpointError(
-            f"{directory}: {format_bytes(free)} free, but {what} needs {format_bytes(needed)}: free some space, lower "
-            "checkpoint.keep, or choose another checkpoint.directory"
+            f"{directory}: {format_bytes(free)} free, but {what} needs {format_bytes(needed)}: free some space, or "
+            "choose another directory"
         )

@@ -7,8 +7,10 @@ SIGUSR1.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,7 +27,9 @@ NOT_SAVED = 3
 def reported(*, debug: bool) -> Iterator[None]:
     """Turns exceptions of a command into ``error:`` lines on stderr and an exit status; ``debug`` adds tracebacks."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _show  # type: ignore[assignment]
+            yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
         raise
     except Exception as error:
@@ -38,6 +42,12 @@ def reported(*, debug: bool) -> Iterator[None]:
         for line in lines:
             click.echo(f"error: {line}", err=True)
         sys.exit(status)
+
+
+def _show(message: Warning | str, *_: object) -> None:
+    """A warning as people read it: without the line of ours that gave it, and once for all ranks of a machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
 
 def exit_status(error: Exception) -> int | None:

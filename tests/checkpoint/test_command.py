@@ -198,7 +198,7 @@ def full_disk(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-FEW = ("train.steps=4", "train.eval_interval=0", "train.eval_batches=0")
+FEW = ("train.steps=4", "optimizer.warmup_steps=0", "train.eval_interval=0", "train.eval_batches=0")
 
 
 @pytest.mark.parametrize("background", ["true", "false"])

@@ -213,3 +213,76 @@ def test_what_fails_the_run_is_not_said_of_its_prediction_too() -> None:
 def test_a_budget_that_cannot_be_is_refused_without_warnings(recwarn: pytest.WarningsRecorder) -> None:
     said = refused("train", *TINY, "memory.device=1KiB", "train.steps=2")
     assert "memory.device" in said and not [w for w in recwarn if issubclass(w.category, UserWarning)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["memory.host=99TiB"], "memory.host = 99 TiB is more than the "),
+        (["optimizer.warmup_steps=100"], "optimizer.warmup_steps = 100 is more than train.steps = 1"),
+        (["parallel.shard_size=2"], "parallel.shard_size = 2 has no effect in a single process"),
+    ],
+)
+def test_what_is_hardly_meant_is_a_warning(settings: list[str], said: str) -> None:
+    quiet = ["optimizer.warmup_steps=0", "train.steps=1"]
+    result = run("train", *TINY, *quiet, *settings, "--run-dir", "r")
+    (line,) = result.stderr.splitlines()
+    assert result.exit_code == 0 and line.startswith(f"warning: {said}"), line
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_the_command_has(a_run: Path) -> None:
+    said = refused("train", *TINY, "model.layers=2", "--resume", str(a_run), "--run-dir", "r")
+    assert "not in the checkpoint" in said and "model.weights" in said and "keep" not in said
+
+
+def test_a_run_that_is_over_says_that_there_is_nothing_to_do(a_run: Path) -> None:
+    result = run("train", *TINY, "train.steps=3", "--resume", str(a_run), "--run-dir", "r")
+    assert result.exit_code == 0 and "nothing to do: the saved run has 4 steps, train.steps = 3" in result.stdout
+
+
+def test_warnings_show_no_source_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    from offload.cli import failures
+
+    @main.command("warns")
+    def warns() -> None:
+        with failures.reported(debug=False):
+            warnings.simplefilter("always")
+            warnings.warn("look\n  here", RuntimeWarning, stacklevel=1)
+
+    try:
+        assert run("warns").stderr == "warning: look here\n"
+    finally:
+        del main.commands["warns"]
+
+
+def test_doctor_gives_advice_once() -> None:
+    result = run("doctor", "/nonexistent")
+    assert result.exit_code == 1 and result.stdout.count("create it") == 1, result.stdout
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_one_rank_of_a_machine_says_what_all_find(monkeypatch: pytest.MonkeyPatch, rank: str, lines: int) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", rank), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, value)
+    refused("train", "train.steps=0", lines=lines)
+
+
+def test_a_signal_while_torch_is_loaded_takes_effect_at_once() -> None:
+    # Stands for torch, whose import takes seconds.
+    program = (
+        "import os, signal, sys, types\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            raise SystemExit('went on')\n"
+        "from offload.cli import main\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "main(['train', 'train.steps=3', '--run-dir', 'r'])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "error: interrupted by SIGINT\n", (done.returncode, done.stderr)
+    assert os.listdir() == []
