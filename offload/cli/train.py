@@ -14,7 +14,7 @@ from offload.checkpoint.places import directory_of, newest_run, resolve_resume
 from offload.cli.checks import check, unwritable
 from offload.cli.failures import NOT_SAVED, USER_ERROR, exit_status, reported
 from offload.config import DEFAULT_FILE, Config, ConfigError, load_config
-from offload.interruption import FORCE_AFTER_SECONDS, LAUNCHED_SECONDS, Interrupted, Interruption
+from offload.interruption import FORCE_AFTER_SECONDS, LAUNCHED_SECONDS, Interruption
 from offload.parallel.job import Follower, Job, launched_ranks
 from offload.telemetry import Progress, RunDirectory, dump_json
 
@@ -97,7 +97,7 @@ def _train_together(job: Job, config: Config, interruption: Interruption, resume
     try:
         run.write_config(config)
         with progress:
-            with progress.phase("loading torch"), interruption.raising():
+            with progress.phase("loading torch"):
                 from offload.train import closing_lines, train
             found = None
             if resume is not None:
@@ -109,11 +109,6 @@ def _train_together(job: Job, config: Config, interruption: Interruption, resume
                 where = job.agree("checkpoint to resume", resolve)
                 found = Path(where) if where else None
             summary = train(config, run=run, progress=progress, interruption=interruption, resume=found, job=job)
-    except Interrupted as interrupted:
-        run.discard()
-        job.failed(interrupted)
-        click.echo(f"error: {interrupted}", err=True)
-        return 128 + interrupted.signum
     except Exception as error:
         if exit_status(error) == USER_ERROR and run.records == 0:
             run.discard()

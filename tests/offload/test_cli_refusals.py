@@ -267,22 +267,3 @@ def test_one_rank_of_a_machine_says_what_all_find(monkeypatch: pytest.MonkeyPatc
     for name, value in (("WORLD_SIZE", "2"), ("RANK", rank), ("LOCAL_RANK", rank)):
         monkeypatch.setenv(name, value)
     refused("train", "train.steps=0", lines=lines)
-
-
-def test_a_signal_while_torch_is_loaded_takes_effect_at_once() -> None:
-    # Stands for torch, whose import takes seconds.
-    program = (
-        "import os, signal, sys, types\n"
-        "class Slow:\n"
-        "    def find_spec(self, name, *rest):\n"
-        "        if name == 'torch':\n"
-        "            os.kill(os.getpid(), signal.SIGINT)\n"
-        "            raise SystemExit('went on')\n"
-        "from offload.cli import main\n"
-        "sys.meta_path.insert(0, Slow())\n"
-        "main(['train', 'train.steps=3', '--run-dir', 'r'])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 130 and done.stderr == "error: interrupted by SIGINT\n", (done.returncode, done.stderr)
-    assert os.listdir() == []
