@@ -90,6 +90,7 @@ def offload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     command = Command(tmp_path)
     monkeypatch.chdir(command.cwd)
     monkeypatch.setattr(tempfile, "tempdir", str(command.tmp))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", command.environment["TORCHINDUCTOR_CACHE_DIR"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     return command
 
