@@ -282,7 +282,7 @@ def make_plan(
         plan.add(Tier.DEVICE, "step", STEP_SLOTS * slot_bytes)
     if request.taken_at_once:
         _shed_gradients(plan, limits)
-    _check(plan, request, limits)
+    _check(plan, request, limits, units)
     _add_prefetch(plan, units, request, limits)
     return plan
 
@@ -323,7 +323,7 @@ def extend_plan(
     if stepping and "step" not in made.planned[str(Tier.DEVICE)]:
         made.add(Tier.DEVICE, "step", STEP_SLOTS * made.slot_bytes)
     made.add(Tier.DEVICE, "leases", _lease_bytes(units, request, made, 0))
-    _check(made, request, limits)
+    _check(made, request, limits, units)
     _add_prefetch(made, units, request, limits)
     return made
 
@@ -486,7 +486,7 @@ def _add_prefetch(plan: Plan, units: Sequence[UnitLayout], request: Request, lim
     plan.add(Tier.DEVICE, "leases", min(extra, room))
 
 
-def _check(plan: Plan, request: Request, limits: Limits) -> None:
+def _check(plan: Plan, request: Request, limits: Limits, units: Sequence[UnitLayout]) -> None:
     for tier in Tier:
         limit, total = limits.of(tier), plan.total(tier)
         if tier is Tier.NVME and limit == 0 and total and not limits.nvme_paths:
@@ -498,7 +498,7 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
             raise PlanError(
                 f"the plan exceeds memory.{tier} by {format_bytes(total - limit)}: it needs {format_bytes(total)} "
                 f"({_parts(plan, tier)}) of {format_bytes(limit)}{_where(tier, limits)}; "
-                f"{_remedy(tier, plan, limits, request)}"
+                f"{_remedy(tier, plan, limits, request, units)}"
             )
     in_memory = plan.total(Tier.HOST) + (plan.total(Tier.DEVICE) if request.device_is_host_memory else 0)
     if in_memory > limits.memory_available:
@@ -508,7 +508,7 @@ def _check(plan: Plan, request: Request, limits: Limits) -> None:
         raise PlanError(
             f"the plan needs {format_bytes(in_memory)} of host memory ({parts}), "
             f"{format_bytes(in_memory - limits.memory_available)} more than {limits.memory_limited_by} has left "
-            f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST, plan, limits, request)}"
+            f"({format_bytes(limits.memory_available)}); {_remedy(Tier.HOST, plan, limits, request, units)}"
         )
 
 
@@ -522,7 +522,7 @@ def _parts(plan: Plan, tier: Tier) -> str:
     )
 
 
-def _remedy(tier: Tier, plan: Plan, limits: Limits, request: Request) -> str:
+def _remedy(tier: Tier, plan: Plan, limits: Limits, request: Request, units: Sequence[UnitLayout]) -> str:
     if tier is Tier.DEVICE and request.kept is not True:
         return (
             "raise memory.device, or keep less between forward and backward: parallel.reshard_after_forward = true "
@@ -530,7 +530,11 @@ def _remedy(tier: Tier, plan: Plan, limits: Limits, request: Request) -> str:
         )
     if tier is Tier.DEVICE and plan.planned[str(tier)].get("leases", 0) > (limits.device or 0):
         # What is in use at once does not fit by itself, wherever weights rest. Prefetching is not part of it yet.
-        return "raise memory.device, or use smaller units (units.wrap): parameters elsewhere still compute there"
+        largest = max(units, key=lambda unit: unit.nbytes)
+        return (
+            "raise memory.device, or use smaller units (units.wrap): parameters elsewhere still compute there; the "
+            f"largest unit, {largest.name}, holds {format_bytes(largest.nbytes)}"
+        )
     return {
         Tier.DEVICE: "raise memory.device, place parameters on 'host' or 'nvme', or use smaller units (units.wrap)",
         Tier.HOST: "raise memory.host, or place optimizer, gradients or parameters on 'nvme' (with memory.nvme_paths)",

@@ -193,7 +193,7 @@ def watched_from_here(stage: int, kept: bool | int, ahead: int, folder: Path) ->
         engine.backward(engine(batch(rank)))
         watch.look()
         before_step = dict(watch.most)
-        engine._reduce(whole=True)
+        engine._reduce(on_all_ranks=True)
         watch.look()
         weights = sum(flat.flat.nbytes for unit in engine._residency.units for flat in unit.flats)
         return {

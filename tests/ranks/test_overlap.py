@@ -33,7 +33,7 @@ class Ended:
 
     def note(self, what: str) -> None:
         with self._changed:
-            self._ended.append(what)
+            self._ended.append(what.partition(" in step ")[0])
             self._changed.notify_all()
 
     def wait_for(self, what: str, times: int = 1) -> None:
