@@ -450,8 +450,8 @@ class ChunkJob:
             weight = self._operands["weight"]
             if write_only and not weight.in_place:
                 weight.tensor.zero_()  # the padding between parameters is zero
-            for update in self.updates:
-                self._apply(update, grad_scale)
+            planes = {name: operand.tensor for name, operand in self._operands.items()}
+            kernels.steps_(self.state.fmt.name, planes, self._parts(), grad_scale=grad_scale)
             spans.end(self)
             after = _put_back(self._operands.values())
             self.state.note_writes([c for c in after if isinstance(c, Ticket)])
@@ -471,21 +471,13 @@ class ChunkJob:
         queue.give_back(self._staging, [])
         self._staging = None
 
-    def _apply(self, update: Update, grad_scale: float) -> None:
-        slot, lo = update.slot, self.lo
-        start, stop = max(lo, slot.offset), min(self.hi, slot.end)
+    def _parts(self) -> Iterator[tuple[int, Tensor, AdamWHyper]]:
+        """Of each update, from where on in the chunk, the gradient and what it is made with."""
         assert self._gradients is not None
-        planes = {}
-        for name, operand in self._operands.items():
-            part = operand.plane.spec.slice_of(start - lo, stop - lo)
-            planes[name] = operand.tensor[part]
-        kernels.step_(
-            self.state.fmt.name,
-            planes,
-            grad=self._gradients.slice(slot, start, stop),
-            hyper=update.hyper,
-            grad_scale=grad_scale,
-        )
+        for update in self.updates:
+            slot = update.slot
+            start, stop = max(self.lo, slot.offset), min(self.hi, slot.end)
+            yield start - self.lo, self._gradients.slice(slot, start, stop), update.hyper
 
 
 def _meets(slots: Sequence[Slot], lo: int, hi: int) -> Iterator[tuple[Slot, int, int]]:

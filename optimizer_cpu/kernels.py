@@ -7,7 +7,7 @@ the native kernels where these are available, all others to the torch reference;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -173,6 +173,40 @@ def step_(
         codecs.split_step_(**planes, grad=grad, hyper=hyper, grad_scale=grad_scale)
     else:
         codecs.compact_step_(**planes, grad=grad, hyper=hyper, grad_scale=grad_scale)
+
+
+def steps_(
+    state_format: str,
+    planes: Mapping[str, Tensor],
+    parts: Iterable[tuple[int, Tensor, AdamWHyper]],
+    *,
+    grad_scale: float = 1.0,
+) -> None:
+    """`step_` for ranges of a shard, whose planes are checked once: each of `parts` is (first element, gradient of as
+    many elements as the range has, hyperparameters).
+
+    Raises:
+        ValueError: a range that leaves the shard or begins within a group of `compact`; and as `step_`.
+    """
+    fmt = get_format(state_format)
+    _check_planes(fmt, planes)
+    weight = planes["weight"]
+    chosen = native.for_tensors(weight)
+    stepper = None if chosen is None else chosen.stepper(fmt, planes)
+    for start, grad, hyper in parts:
+        check_plane("grad", grad, GRAD_DTYPES)
+        stop = start + grad.numel()
+        if not 0 <= start <= stop <= weight.numel() or start % fmt.range_multiple or grad.device != weight.device:
+            raise ValueError(
+                f"grad has {grad.numel()} elements on {grad.device} from {start} on; {weight.numel()} weights are on "
+                f"{weight.device}, and ranges of {fmt.name!r} start at multiples of {fmt.range_multiple}"
+            )
+        if stepper is None:
+            specs = fmt.planes(weight.dtype)
+            part = {spec.name: planes[spec.name][spec.slice_of(start, stop)] for spec in specs}
+            step_(state_format, part, grad=grad, hyper=hyper, grad_scale=grad_scale)
+        else:
+            stepper.step(start, grad, hyper, grad_scale)
 
 
 def _checked_moment(name: str, value: Tensor | None, master: Tensor) -> Tensor:

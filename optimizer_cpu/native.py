@@ -6,10 +6,12 @@ processor has. A missing or broken extension is no error: `reference.py` gives t
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from optimizer_cpu import reference
+from optimizer_cpu.formats import StateFormat
 from optimizer_cpu.reference import AdamWHyper, AdamWScalars
 from optimizer_cpu.threads import get_threads
 
@@ -56,32 +59,21 @@ class Backend:
         exp_avg_sq_scale: Tensor | None = None,
     ) -> None:
         """A step over checked CPU tensors; `master` is the master or remainder plane."""
-        s = AdamWScalars.of(hyper, grad_scale)
-        self.module.step(
-            self.isa,
-            FORMAT_CODES[state_format],
-            DTYPE_CODES[grad.dtype],
-            NO_WEIGHT if weight is None else DTYPE_CODES[weight.dtype],
-            [
-                address(x)
-                for x in (weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, grad)
-            ],
-            [
-                s.grad_scale,
-                s.l2,
-                s.decay,
-                s.beta1,
-                s.one_minus_beta1,
-                s.beta2,
-                s.one_minus_beta2,
-                s.root_scale,
-                s.eps,
-                s.step_size,
-            ],
-            hyper.step & 0xFFFFFFFF,
-            grad.numel(),
-            self.threads(grad.numel()),
-        )
+        planes = (weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
+        Stepper(self, state_format, weight, [(address(x), 0) for x in planes]).step(0, grad, hyper, grad_scale)
+
+    def stepper(self, fmt: StateFormat, planes: Mapping[str, Tensor]) -> Stepper:
+        """For steps over ranges of checked CPU planes of `fmt`, by name."""
+        weight: Tensor | None = planes["weight"]
+        parts = {"master" if name == "remainder" else name: (name, tensor) for name, tensor in planes.items()}
+        if "master" not in parts:
+            parts["master"], weight = parts.pop("weight"), None  # the weights are their own masters
+        groups = {spec.name: spec.group for spec in fmt.planes(planes["weight"].dtype)}
+        places = []
+        for name in ("weight", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+            plane, tensor = parts.get(name, ("", None))
+            places.append((0, 0) if tensor is None else (tensor.data_ptr(), tensor.element_size() / groups[plane]))
+        return Stepper(self, fmt.name, weight, places)
 
     def convert(
         self,
@@ -130,6 +122,55 @@ class Backend:
             count,
             self.threads(count),
         )
+
+
+class Stepper:
+    """Steps over ranges of the planes of one shard, whose addresses are looked up once.
+
+    `places`: address of each plane and its bytes per element.
+    """
+
+    __slots__ = ("_backend", "_format", "_places", "_weight")
+
+    def __init__(
+        self, backend: Backend, state_format: str, weight: Tensor | None, places: Sequence[tuple[int, float]]
+    ) -> None:
+        self._backend, self._format, self._places = backend, FORMAT_CODES[state_format], places
+        self._weight = NO_WEIGHT if weight is None else DTYPE_CODES[weight.dtype]
+
+    def step(self, start: int, grad: Tensor, hyper: AdamWHyper, grad_scale: float) -> None:
+        """Over as many elements from `start` on, a whole number of the format's groups, as `grad` has."""
+        count = grad.numel()
+        addresses = [at and at + int(start * width) for at, width in self._places]
+        addresses.append(grad.data_ptr())
+        self._backend.module.step(
+            self._backend.isa,
+            self._format,
+            DTYPE_CODES[grad.dtype],
+            self._weight,
+            addresses,
+            _scalars(hyper, grad_scale),
+            hyper.step & 0xFFFFFFFF,
+            count,
+            self._backend.threads(count),
+        )
+
+
+@functools.lru_cache(maxsize=64)  # as many groups of parameters as there may be in a step
+def _scalars(hyper: AdamWHyper, grad_scale: float) -> list[float]:
+    s = AdamWScalars.of(hyper, grad_scale)
+    return [
+        s.grad_scale,
+        s.l2,
+        s.decay,
+        s.beta1,
+        s.one_minus_beta1,
+        s.beta2,
+        s.one_minus_beta2,
+        s.root_scale,
+        s.eps,
+        s.step_size,
+    ]
 
 
 def address(tensor: Tensor | None) -> int:

@@ -157,6 +157,34 @@ def check_threads_and_splits(isa, fmt, weight_dtype, grad_dtype, numel, thread_c
     assert_same(parts, want, (isa, edges))
 
 
+@pytest.mark.parametrize("isa", [*ISAS, "reference"])
+@pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
+def test_ranges_of_a_shard(isa, fmt, weight_dtype, grad_dtype):
+    """Steps over ranges in one call are those over slices, and what is between the ranges stays as it is."""
+    numel, ranges = 3 * 4096 + 17, [(0, 33), (64, 64), (96, 4100), (8192, 3 * 4096 + 17)]
+    hypers = [hyper(3), hyper(3), hyper(7, lr=2e-3, weight_decay=0.0), hyper(3)]
+    expected = fresh(fmt, weight_dtype, numel, 5)
+    planes = {name: plane.clone() for name, plane in expected.items()}
+    grads = [gradient(stop - start, 11 + start, grad_dtype) for start, stop in ranges]
+    specs = get_format(fmt).planes(weight_dtype)
+    for (start, stop), grad, h in zip(ranges, grads, hypers, strict=True):
+        part = {spec.name: expected[spec.name][spec.slice_of(start, stop)] for spec in specs}
+        run("reference", fmt, part, grad, h)
+    native.force(isa)
+    parts = [(start, grad, h) for (start, _), grad, h in zip(ranges, grads, hypers, strict=True)]
+    kernels.steps_(fmt, planes, iter(parts), grad_scale=0.7)
+    assert_same(expected, planes, fmt)
+    for bad, why in (((numel, grads[0], hyper(1)), "33 elements .* from"), ((-32, grads[0], hyper(1)), "from -32 on")):
+        with pytest.raises(ValueError, match=why):
+            kernels.steps_(fmt, planes, [bad])
+    if fmt == "compact":
+        with pytest.raises(ValueError, match="multiples of 32"):
+            kernels.steps_(fmt, planes, [(16, grads[0], hyper(1))])
+    with pytest.raises(ValueError, match="grad"):
+        kernels.steps_(fmt, planes, [(0, grads[2].view(-1, 1), hyper(1))])
+    assert_same(expected, planes, fmt)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 def test_square_sums_and_first_bad_element(isa, dtype):
