@@ -47,7 +47,7 @@ class Interruption:
     def __init__(self, apart: float = FORCE_AFTER_SECONDS) -> None:
         self.signum: int | None = None
         self._apart = apart
-        self._raising = self._polling = self._deferring = False
+        self._raising = self._polling = self._deferring = self._whole = False
         self._at = 0.0
         self._previous: dict[int, object] = {}
 
@@ -94,6 +94,23 @@ class Interruption:
         finally:
             self._polling, self._deferring = before
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within `raising`: what is done here is done whole, so it must be short; a signal takes effect at its end."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
+        if self.signum is not None and self._raises(self.signum):
+            raise Interrupted(self.signum)
+
+    def _raises(self, signum: int) -> bool:
+        """Whether that signal raises where the main thread is."""
+        if not self._raising or self._whole:
+            return False
+        return not (self._polling and (self._deferring or signum in SAVING))
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signum is not None:
@@ -103,5 +120,5 @@ class Interruption:
                 os._exit(128 + signum)
             return
         self.signum, self._at = signum, now
-        if self._raising and not (self._polling and (self._deferring or signum in SAVING)):
+        if self._raises(signum):
             raise Interrupted(signum)

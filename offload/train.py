@@ -27,6 +27,7 @@ from offload.parallel.job import Follower, Job
 from offload.parallel.placing import current
 from offload.planner.comparison import RunComparison
 from offload.recipe import build_lr_scheduler, build_param_groups, describe_groups
+from offload.results import StepResult
 from offload.telemetry import PhaseTimers, Progress, RunDirectory, format_bytes, peak_rss_bytes
 
 POLL_SECONDS = 1.0
@@ -294,12 +295,18 @@ class _Trainer:
             del loss
             with self.timers.phase("optimizer"):
                 result = engine.step()
-        seconds = time.perf_counter() - start
+        with self.interruption.whole():  # or the counts of a run that a signal ends would not be those of its records
+            self._count(engine, result, mean_loss, time.perf_counter() - start, tokens, lr)
+
+    def _count(
+        self, engine: offload.Engine, result: StepResult, loss: float, seconds: float, tokens: int, lr: float
+    ) -> None:
+        """Counts, records and shows a step."""
         self.timers.end_step()
         self.steps += 1
         self.tokens += tokens
         self.step_seconds += seconds
-        self.losses.append(mean_loss)
+        self.losses.append(loss)
         before, self.moved = self.moved, self._moved(engine)
         moved = {name: self.moved[name] - before[name] for name in MOVED}
         self.comparison.note(seconds, moved, engine)
@@ -346,9 +353,11 @@ class _Trainer:
                 self._check(engine)
                 losses.append(float(engine(**batch).loss) * len(batch["input_ids"]))
         self.timers.end_step()
-        self.eval_losses.append(sum(engine.all_of("sum evaluation losses", sum(losses))) / self._rows(count))
-        self.evaluated_at = self.steps
-        self.recorder.record({"step": self.steps, "eval_loss": self.eval_losses[-1]})
+        loss = sum(engine.all_of("sum evaluation losses", sum(losses))) / self._rows(count)
+        with self.interruption.whole():
+            self.eval_losses.append(loss)
+            self.evaluated_at = self.steps
+            self.recorder.record({"step": self.steps, "eval_loss": loss})
         self.progress.say(f"held-out loss after {self.steps} steps: {self.eval_losses[-1]:.4f}")
 
     def _rows(self, batches: int) -> int:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import io
+import json
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offload.config import load_config
 from offload.interruption import Interrupted, Interruption
+from offload.telemetry import Progress, RunDirectory
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -20,6 +28,31 @@ def test_a_signal_raises_within_raising(signum: int) -> None:
     assert caught.value.signum == signum and caught.value.name == signal.Signals(signum).name
     assert not isinstance(caught.value, Exception)
     assert signal.getsignal(signum) == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_done_whole_is_not_left_half_done(signum: int) -> None:
+    done = []
+    with Interruption() as interruption, pytest.raises(Interrupted), interruption.raising():
+        with interruption.whole():
+            signal.raise_signal(signum)
+            done.append("still within")
+        pytest.fail("the signal takes effect at the end")
+    assert done == ["still within"]
+    with Interruption() as interruption, interruption.raising(), interruption.polling(everything=True):
+        with interruption.whole():
+            signal.raise_signal(signum)
+        with pytest.raises(Interrupted):  # here signals wait for a check
+            interruption.check()
+
+
+def test_what_is_done_whole_may_fail() -> None:
+    with Interruption() as interruption, interruption.raising():
+        with pytest.raises(KeyError), interruption.whole():
+            signal.raise_signal(signal.SIGINT)
+            raise KeyError
+        with pytest.raises(Interrupted):
+            interruption.check()
 
 
 def test_a_signal_outside_is_remembered() -> None:
@@ -81,3 +114,32 @@ def test_other_threads_change_no_handler() -> None:
     thread.start()
     thread.join()
     assert inside == [before]
+
+
+class Impatient(RunDirectory):
+    """A run that gets a signal just before it writes the record of its second step."""
+
+    def record(self, values: Mapping[str, Any]) -> None:
+        if values["step"] == 2:
+            signal.raise_signal(signal.SIGINT)
+        super().record(values)
+
+
+def test_a_step_that_was_done_is_in_the_records(tmp_path: Path) -> None:
+    train: Any = importlib.import_module("offload.train")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog; " * 200)
+    config = load_config(
+        {
+            "model": {"hidden_size": 32, "layers": 2, "heads": 2},
+            "data": {"context": 32, "files": [str(tmp_path / "text.txt")]},
+            "train": {"steps": 6, "batch_size": 2, "eval_batches": 0},
+        }
+    )
+    run = Impatient(tmp_path / "run")
+    progress = Progress(total=6, stream=io.StringIO(), errors=io.StringIO())
+    with Interruption() as interruption:
+        summary = train.train(config, run=run, progress=progress, interruption=interruption)
+    run.close()
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    assert summary["interrupted"] == "SIGINT" and summary["steps"] == 2
+    assert [line["step"] for line in lines] == [1, 2]

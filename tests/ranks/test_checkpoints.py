@@ -229,6 +229,7 @@ def broken_saves(folder: str) -> None:
                     engine.wait_checkpoint()
                 dist.barrier()
                 assert sorted(p.name for p in (root / "ck").iterdir()) == [older.path.name]
+                dist.barrier()  # the next save makes a directory there
         finally:
             offload.checkpoint.save.RankSaver._write = real
         with pytest.raises(CheckpointSaveError, match=r"rank 1 .* does not see there"):
