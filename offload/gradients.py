@@ -552,11 +552,10 @@ class GradientOperands:
         for part in self._parts.values():
             part.ready()
 
-    def slice(self, slot: Slot, lo: int, hi: int) -> Tensor:
-        """The gradient of the elements `[lo, hi)` of the flat, which lie within `slot`."""
-        where = self._held[slot.name]
-        part = self._parts[where]
-        return part.tensor[lo - part.lo : hi - part.lo]
+    def place(self, slot: Slot, lo: int) -> tuple[Tensor, int]:
+        """The tensor that holds the gradient of `slot`, and where in it that of the flat's element `lo` is."""
+        part = self._parts[self._held[slot.name]]
+        return part.tensor, lo - part.lo
 
 
 def _copy_all(target: Tensor, base: int, entries: list[_Entry]) -> None:

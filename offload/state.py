@@ -471,13 +471,14 @@ class ChunkJob:
         queue.give_back(self._staging, [])
         self._staging = None
 
-    def _parts(self) -> Iterator[tuple[int, Tensor, AdamWHyper]]:
-        """Of each update, from where on in the chunk, the gradient and what it is made with."""
+    def _parts(self) -> Iterator[tuple[int, int, Tensor, int, AdamWHyper]]:
+        """The ranges of `kernels.steps_`, one of each update."""
         assert self._gradients is not None
         for update in self.updates:
             slot = update.slot
             start, stop = max(self.lo, slot.offset), min(self.hi, slot.end)
-            yield start - self.lo, self._gradients.slice(slot, start, stop), update.hyper
+            plane, first = self._gradients.place(slot, start)
+            yield start - self.lo, stop - start, plane, first, update.hyper
 
 
 def _meets(slots: Sequence[Slot], lo: int, hi: int) -> Iterator[tuple[Slot, int, int]]:

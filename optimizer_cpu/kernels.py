@@ -178,35 +178,42 @@ def step_(
 def steps_(
     state_format: str,
     planes: Mapping[str, Tensor],
-    parts: Iterable[tuple[int, Tensor, AdamWHyper]],
+    parts: Iterable[tuple[int, int, Tensor, int, AdamWHyper]],
     *,
     grad_scale: float = 1.0,
 ) -> None:
-    """`step_` for ranges of a shard, whose planes are checked once: each of `parts` is (first element, gradient of as
-    many elements as the range has, hyperparameters).
+    """`step_` for ranges of a shard, whose planes are checked once: each of `parts` is (first element, number of
+    elements, plane of gradients, first element in that plane, hyperparameters). Nothing is written unless all fit.
 
     Raises:
-        ValueError: a range that leaves the shard or begins within a group of `compact`; and as `step_`.
+        ValueError: a range that leaves the shard or its gradients or begins within a group of `compact`; as `step_`.
     """
     fmt = get_format(state_format)
     _check_planes(fmt, planes)
     weight = planes["weight"]
-    chosen = native.for_tensors(weight)
-    stepper = None if chosen is None else chosen.stepper(fmt, planes)
-    for start, grad, hyper in parts:
-        check_plane("grad", grad, GRAD_DTYPES)
-        stop = start + grad.numel()
-        if not 0 <= start <= stop <= weight.numel() or start % fmt.range_multiple or grad.device != weight.device:
+    total, multiple = weight.numel(), fmt.range_multiple
+    lengths: dict[int, int] = {}  # of the planes of gradients, by identity: mostly one for all
+    parts = list(parts)
+    for start, count, gradients, first, _ in parts:
+        length = lengths.get(id(gradients))
+        if length is None:
+            check_plane("grad", gradients, GRAD_DTYPES)
+            if gradients.device != weight.device:
+                raise ValueError(f"grad is on {gradients.device}; expected {weight.device} as the weights")
+            length = lengths[id(gradients)] = gradients.numel()
+        if not (0 <= start <= start + count <= total and 0 <= first <= first + count <= length) or start % multiple:
             raise ValueError(
-                f"grad has {grad.numel()} elements on {grad.device} from {start} on; {weight.numel()} weights are on "
-                f"{weight.device}, and ranges of {fmt.name!r} start at multiples of {fmt.range_multiple}"
+                f"a range of {count} elements from {start} on, with gradients from {first} on: there are {total} "
+                f"weights and {length} gradients, and ranges of {fmt.name!r} start at multiples of {multiple}"
             )
-        if stepper is None:
-            specs = fmt.planes(weight.dtype)
-            part = {spec.name: planes[spec.name][spec.slice_of(start, stop)] for spec in specs}
-            step_(state_format, part, grad=grad, hyper=hyper, grad_scale=grad_scale)
-        else:
-            stepper.step(start, grad, hyper, grad_scale)
+    chosen = native.for_tensors(weight)
+    if chosen is not None:
+        chosen.steps(fmt, planes, parts, grad_scale)
+        return
+    specs = fmt.planes(weight.dtype)
+    for start, count, gradients, first, hyper in parts:
+        part = {spec.name: planes[spec.name][spec.slice_of(start, start + count)] for spec in specs}
+        step_(state_format, part, grad=gradients[first : first + count], hyper=hyper, grad_scale=grad_scale)
 
 
 def _checked_moment(name: str, value: Tensor | None, master: Tensor) -> Tensor:

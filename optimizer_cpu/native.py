@@ -24,7 +24,7 @@ from optimizer_cpu.formats import StateFormat
 from optimizer_cpu.reference import AdamWHyper, AdamWScalars
 from optimizer_cpu.threads import get_threads
 
-INTERFACE = 1
+INTERFACE = 2
 REFERENCE = "reference"
 FORMAT_CODES = {"fp32": 0, "split": 1, "compact": 2}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -60,20 +60,63 @@ class Backend:
     ) -> None:
         """A step over checked CPU tensors; `master` is the master or remainder plane."""
         planes = (weight, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale)
-        Stepper(self, state_format, weight, [(address(x), 0) for x in planes]).step(0, grad, hyper, grad_scale)
+        places = [(address(x), 0, 1) for x in planes]
+        self._steps(state_format, weight, places, [self._range(0, grad.numel(), grad, 0, 0)], [hyper], grad_scale)
 
-    def stepper(self, fmt: StateFormat, planes: Mapping[str, Tensor]) -> Stepper:
-        """For steps over ranges of checked CPU planes of `fmt`, by name."""
+    def steps(
+        self,
+        fmt: StateFormat,
+        planes: Mapping[str, Tensor],
+        parts: Sequence[tuple[int, int, Tensor, int, AdamWHyper]],
+        grad_scale: float,
+    ) -> None:
+        """Steps over ranges of checked CPU planes of `fmt`, by name, in one call: `parts` as for `kernels.steps_`."""
         weight: Tensor | None = planes["weight"]
-        parts = {"master" if name == "remainder" else name: (name, tensor) for name, tensor in planes.items()}
-        if "master" not in parts:
-            parts["master"], weight = parts.pop("weight"), None  # the weights are their own masters
+        named = {"master" if name == "remainder" else name: (name, tensor) for name, tensor in planes.items()}
+        if "master" not in named:
+            named["master"], weight = named.pop("weight"), None  # the weights are their own masters
         groups = {spec.name: spec.group for spec in fmt.planes(planes["weight"].dtype)}
         places = []
         for name in ("weight", "master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-            plane, tensor = parts.get(name, ("", None))
-            places.append((0, 0) if tensor is None else (tensor.data_ptr(), tensor.element_size() / groups[plane]))
-        return Stepper(self, fmt.name, weight, places)
+            plane, tensor = named.get(name, ("", None))
+            places.append((0, 0, 1) if tensor is None else (tensor.data_ptr(), tensor.element_size(), groups[plane]))
+        hypers: list[AdamWHyper] = []
+        ranges = []
+        for start, count, gradients, first, hyper in parts:
+            # Those of one group are the same object, and mostly follow one another.
+            if not hypers or hyper is not hypers[-1]:
+                hypers.append(hyper)
+            ranges.append(self._range(start, count, gradients, first, len(hypers) - 1))
+        self._steps(fmt.name, weight, places, ranges, hypers, grad_scale)
+
+    @staticmethod
+    def _range(start: int, count: int, gradients: Tensor, first: int, hyper: int) -> tuple[int, int, int, int, int]:
+        at = gradients.data_ptr() + first * gradients.element_size()
+        return start, count, at, DTYPE_CODES[gradients.dtype], hyper
+
+    def _steps(
+        self,
+        state_format: str,
+        weight: Tensor | None,
+        places: Sequence[tuple[int, int, int]],
+        ranges: Sequence[tuple[int, int, int, int, int]],
+        hypers: Sequence[AdamWHyper],
+        grad_scale: float,
+    ) -> None:
+        """`places`: of each plane its address, bytes per entry and elements per entry. `ranges`: first element, number
+        of elements, address and code of the dtype of the gradient, index in `hypers`.
+        """
+        self.module.steps(
+            self.isa,
+            FORMAT_CODES[state_format],
+            NO_WEIGHT if weight is None else DTYPE_CODES[weight.dtype],
+            places,
+            ranges,
+            [_scalars(hyper, grad_scale) for hyper in hypers],
+            [hyper.step & 0xFFFFFFFF for hyper in hypers],
+            get_threads(),
+            _PER_THREAD,
+        )
 
     def convert(
         self,
@@ -121,38 +164,6 @@ class Backend:
             address(contribution),
             count,
             self.threads(count),
-        )
-
-
-class Stepper:
-    """Steps over ranges of the planes of one shard, whose addresses are looked up once.
-
-    `places`: address of each plane and its bytes per element.
-    """
-
-    __slots__ = ("_backend", "_format", "_places", "_weight")
-
-    def __init__(
-        self, backend: Backend, state_format: str, weight: Tensor | None, places: Sequence[tuple[int, float]]
-    ) -> None:
-        self._backend, self._format, self._places = backend, FORMAT_CODES[state_format], places
-        self._weight = NO_WEIGHT if weight is None else DTYPE_CODES[weight.dtype]
-
-    def step(self, start: int, grad: Tensor, hyper: AdamWHyper, grad_scale: float) -> None:
-        """Over as many elements from `start` on, a whole number of the format's groups, as `grad` has."""
-        count = grad.numel()
-        addresses = [at and at + int(start * width) for at, width in self._places]
-        addresses.append(grad.data_ptr())
-        self._backend.module.step(
-            self._backend.isa,
-            self._format,
-            DTYPE_CODES[grad.dtype],
-            self._weight,
-            addresses,
-            _scalars(hyper, grad_scale),
-            hyper.step & 0xFFFFFFFF,
-            count,
-            self._backend.threads(count),
         )
 
 

@@ -44,22 +44,50 @@ Planes planes_of(const PlaneAddresses& a) {
     return planes;
 }
 
-// `format`: 0 fp32, 1 split, 2 compact.
-void step(const std::string& isa, int format, int grad_type, int weight_type, const PlaneAddresses& addresses,
-          const ScalarValues& values, std::uint32_t step_number, std::size_t elements, int threads) {
+// Of a plane (in the order above, the gradient left out): address, 0 for none; bytes per entry; elements per entry.
+using Place = std::array<std::uint64_t, 3>;
+using Places = std::array<Place, 6>;
+// First element, elements, address of the gradient, code of its dtype, index of the hyperparameters.
+using Range = std::array<std::uint64_t, 5>;
+
+// `format`: 0 fp32, 1 split, 2 compact. A range of fewer than two times `per_thread` elements is one thread's work.
+void steps(const std::string& isa, int format, int weight_type, const Places& places, const std::vector<Range>& ranges,
+           const std::vector<ScalarValues>& values, const std::vector<std::uint32_t>& step_numbers, int threads,
+           std::size_t per_thread) {
     check_index("format", format, 3);
-    check_index("gradient dtype", grad_type, kGradTypes);
     check_index("weight dtype", weight_type, kWeightTypes);
+    if (step_numbers.size() != values.size()) throw std::invalid_argument("a step number for each hyperparameters");
+    if (per_thread == 0) throw std::invalid_argument("per_thread must be positive");
+    for (const auto& range : ranges) {
+        check_index("gradient dtype", static_cast<int>(std::min<std::uint64_t>(range[3], kGradTypes)), kGradTypes);
+        if (range[4] >= values.size()) throw std::invalid_argument("unknown hyperparameters");
+    }
     const KernelTable& table = table_of(isa);
-    const StepFn kernel = format == 0   ? table.adamw[grad_type][weight_type]
-                          : format == 1 ? table.split[grad_type]
-                                        : table.compact[grad_type];
-    const Planes planes = planes_of(addresses);
-    const Scalars scalars = scalars_of(values);
-    const Dither dither = dither_of_step(step_number);
-    parallel_ranges(process_pool(), elements, kBlock, threads, [&](int, std::size_t begin, std::size_t end) {
-        kernel(planes, scalars, dither, begin, end);
-    });
+    std::vector<Scalars> scalars;
+    std::vector<Dither> dithers;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        scalars.push_back(scalars_of(values[i]));
+        dithers.push_back(dither_of_step(step_numbers[i]));
+    }
+    for (const auto& [start, elements, gradient, grad_type, which] : ranges) {
+        const StepFn kernel = format == 0   ? table.adamw[grad_type][weight_type]
+                              : format == 1 ? table.split[grad_type]
+                                            : table.compact[grad_type];
+        PlaneAddresses addresses;
+        for (std::size_t i = 0; i < places.size(); ++i) {
+            const auto& [address, width, group] = places[i];
+            addresses[i] = address ? static_cast<Address>(address + start / group * width) : 0;
+        }
+        addresses[6] = static_cast<Address>(gradient);
+        const Planes planes = planes_of(addresses);
+        const Scalars& scalar = scalars[which];
+        const Dither& dither = dithers[which];
+        const std::size_t useful = std::max<std::size_t>(1, elements / per_thread);
+        const int parts = static_cast<int>(std::min<std::size_t>(useful, static_cast<std::size_t>(std::max(threads, 1))));
+        parallel_ranges(process_pool(), elements, kBlock, parts, [&](int, std::size_t begin, std::size_t end) {
+            kernel(planes, scalar, dither, begin, end);
+        });
+    }
 }
 
 void convert(const std::string& isa, int format, bool encode, const PlaneAddresses& addresses,
@@ -120,11 +148,11 @@ void stream(const std::string& isa, Address data, float factor, std::size_t elem
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an interpreter that exits on a signal may keep objects alive; that is no leak of ours
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    m.attr("interface") = 1;  // optimizer_cpu/native.py refuses another number
+    m.attr("interface") = 2;  // optimizer_cpu/native.py refuses another number
     m.def("compiled_isas", &compiled_isas);
     m.def("supported_isas", &supported_isas);
     m.def("workers", [] { return process_pool().workers(); });
-    m.def("step", &step, Release());
+    m.def("steps", &steps, Release());
     m.def("convert", &convert, Release());
     m.def("round_weight", &round_weight, Release());
     m.def("square_sums", &square_sums, Release());

@@ -171,17 +171,30 @@ def test_ranges_of_a_shard(isa, fmt, weight_dtype, grad_dtype):
         part = {spec.name: expected[spec.name][spec.slice_of(start, stop)] for spec in specs}
         run("reference", fmt, part, grad, h)
     native.force(isa)
-    parts = [(start, grad, h) for (start, _), grad, h in zip(ranges, grads, hypers, strict=True)]
+    together, count = torch.cat(grads[:3]), [grad.numel() for grad in grads]
+    places = [(together, 0), (together, count[0]), (together, count[0] + count[1]), (grads[3], 0)]
+    parts = [
+        (start, stop - start, *place, h) for (start, stop), place, h in zip(ranges, places, hypers, strict=True)
+    ]
     kernels.steps_(fmt, planes, iter(parts), grad_scale=0.7)
     assert_same(expected, planes, fmt)
-    for bad, why in (((numel, grads[0], hyper(1)), "33 elements .* from"), ((-32, grads[0], hyper(1)), "from -32 on")):
-        with pytest.raises(ValueError, match=why):
-            kernels.steps_(fmt, planes, [bad])
+    kernels.steps_(fmt, planes, [])
+    kernels.steps_(fmt, planes, [(64, 0, grads[0], 33, hyper(1))])
+    for bad in (
+        (numel, 33, grads[0], 0, hyper(1)),
+        (-32, 33, grads[0], 0, hyper(1)),
+        (0, -1, grads[0], 1, hyper(1)),
+        (0, 33, grads[0], 1, hyper(1)),
+        (0, 33, grads[0], -1, hyper(1)),
+    ):
+        with pytest.raises(ValueError, match=rf"{bad[1]} elements from {bad[0]} on, with gradients from {bad[3]} on"):
+            kernels.steps_(fmt, planes, [parts[0], bad])  # the good one is not made either
     if fmt == "compact":
         with pytest.raises(ValueError, match="multiples of 32"):
-            kernels.steps_(fmt, planes, [(16, grads[0], hyper(1))])
-    with pytest.raises(ValueError, match="grad"):
-        kernels.steps_(fmt, planes, [(0, grads[2].view(-1, 1), hyper(1))])
+            kernels.steps_(fmt, planes, [(16, 33, grads[0], 0, hyper(1))])
+    for wrong in (grads[2].view(-1, 1), grads[2].double(), grads[2].to("meta")):
+        with pytest.raises(ValueError, match="grad"):
+            kernels.steps_(fmt, planes, [parts[0], (0, 33, wrong, 0, hyper(1))])
     assert_same(expected, planes, fmt)
 
 
