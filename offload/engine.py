@@ -265,6 +265,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
     def _drop_gradients(self) -> None:
         with self._lock:
             self._gradient_queue.drain()
+            self.gradient_round += 1
             self._clip_factor = 1.0
             if self._cluster is not None:
                 self._cluster.reduction.forget()

@@ -16,8 +16,8 @@ from torch import nn
 
 from offload.build import move_buffers
 from offload.gradients import FlatGradients
+from offload.held import make_stub
 from offload.inspection import StateAccess
-from offload.parameters import make_stub
 from offload.planes import Carver, Plane
 from offload.residency import ResidentFlat, Unit
 from offload.results import HandoverReport

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offload.binding import Binding
 from offload.errors import GradientError, OffloadError
+from offload.gradients import Held
 from offload.parameters import ParameterRecord, record_of
 from offload.planes import SlotQueue
 from offload.residency import Residency, Unit
@@ -41,6 +42,8 @@ class StateAccess(ABC):
     _step_queue: SlotQueue
     _clip_factor: float
     _cluster: Cluster | None = None
+    gradient_round = 0
+    """Grows whenever all gradients are let go."""
 
     @property
     @abstractmethod
@@ -143,12 +146,28 @@ class StateAccess(ABC):
                 self._whole_weight(record, out)
         return out.view(record.slot.shape)
 
-    def held_gradient(self, record: ParameterRecord) -> Tensor | None:
-        """A copy of the accumulated gradient on the compute device in the parameter's dtype, or None."""
+    def holds_gradient(self, record: ParameterRecord) -> bool:
+        """Whether there is an accumulated gradient; on several ranks, of any of them."""
+        self._check(f"the gradient of {record.name} was read")
+        if record.name not in self._trainable:
+            return False
+        if self._cluster is not None:
+            self._reduce()
+            return record.name in self._cluster.reduction.present()
+        return bool(self._gradients(record).held(record.name) is not Held.NOTHING)
+
+    def held_gradient(self, record: ParameterRecord, *, to_edit: bool = False) -> Tensor | None:
+        """A copy of the accumulated gradient on the compute device, or None: in the parameter's dtype, or `to_edit` in
+        one that holds all of its bits.
+        """
         value = self.get_full(record.name, "grad")
         if value is None:
             return None
-        return value.to(self._memory.device.torch_device, self._state(record).flat.dtype)
+        dtype = self._state(record).flat.dtype
+        if to_edit:
+            once = self._gradients(record).held(record.name) is Held.RAW and self._cluster is None
+            dtype = dtype if once and self._scale == 1.0 and self._clip_factor == 1.0 else value.dtype
+        return value.to(self._memory.device.torch_device, dtype)
 
     def _refuse_on_ranks(self, action: str) -> None:
         if self._cluster is not None:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from offload.errors import OffloadError
+from offload.held import RECORD, make_stub
 from offload.layout import Flat, contiguous_strides
-from offload.parameters import RECORD, OffloadedParameter, ParameterRecord, make_stub
+from offload.parameters import OffloadedParameter, ParameterRecord
 from offload.planes import Completion, Loader, Plane
 from offload.schedule.arrival import begin_loads, ready_to_load, under_way
 from offload.schedule.updates import Updates
