@@ -22,6 +22,7 @@ test: $(STAMP)-test
 
 acceptance: $(STAMP)-test
 	$(BIN)/python -m pytest -m "acceptance and not gpu" --timeout 3600
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=searching --timeout 3600
 
 # The native kernels and their thread pool without Python, under AddressSanitizer + UBSan and under ThreadSanitizer.
 sanitize:

@@ -235,7 +235,7 @@ def load_(
     """Set the planes of a range from fp32 values (moments None: zero). The inputs are not changed.
 
     bf16 weights follow `round_weight_`, whose tie rule may lower a stored master by one ulp. `compact` rounds to its
-    nearest codes, and reproduces exactly what `read` gave.
+    nearest codes, and reproduces exactly the values that `read` gave.
     """
     fmt = get_format(state_format)
     _check_planes(fmt, planes)

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 # Read when torch is loaded: waiting threads that spin make small operations crawl where tests share cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -15,6 +16,12 @@ import torch
 # A shell that starts the tests in the background has them ignore Ctrl-C, and their children with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# An ordinary run draws the same examples every time; `make acceptance` searches for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("searching", max_examples=1000, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import math
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from optimizer_cpu import CPUAdamW, kernels, native
 from optimizer_cpu.formats import format_names, get_format
@@ -87,6 +87,7 @@ def test_split_equals_fp32(hyper, numel, seed, steps):
 
 @settings(max_examples=80, deadline=None)
 @given(numel=st.integers(1, 300), seed=st.integers(0, 2**20), low=st.integers(-44, 30), span=st.integers(0, 40))
+@example(numel=284, seed=0, low=-43, span=0)
 def test_compact_codes_are_stable_and_near(numel, seed, low, span):
     high = min(low + span, 36)
     master, m = random_values(seed, numel, low, high), random_values(seed + 1, numel, min(low, 17), min(high, 17))
@@ -96,7 +97,19 @@ def test_compact_codes_are_stable_and_near(numel, seed, low, span):
     once = kernels.read("compact", planes)
     again = planes_for("compact", torch.bfloat16, numel)
     kernels.load_("compact", again, master=once.master, exp_avg=once.exp_avg, exp_avg_sq=once.exp_avg_sq)
-    assert all(torch.equal(bits(planes[k]), bits(again[k])) for k in planes)
+    twice = kernels.read("compact", again)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(bits(getattr(once, name)), bits(getattr(twice, name))), name
+    # Several roots may have the same square where that is subnormal, and so few bits that it does not tell them apart.
+    told_apart = once.exp_avg_sq >= torch.finfo(torch.float32).tiny
+    for name in planes:
+        a, b = bits(planes[name]), bits(again[name])
+        if name == "exp_avg_sq":
+            a, b = a[told_apart], b[told_apart]
+        elif name == "exp_avg_sq_scale":
+            whole = [told_apart[start : start + GROUP].all() for start in range(0, numel, GROUP)]
+            a, b = a[torch.tensor(whole)], b[torch.tensor(whole)]
+        assert torch.equal(a, b), name
     rounded = torch.empty(numel, dtype=torch.bfloat16)
     round_weight_(once.master.clone(), rounded)
     assert torch.equal(bits(rounded), bits(planes["weight"]))
