@@ -623,7 +623,7 @@ class Binding:
             self.visitor.reaching([unit])
         with self.lock:
             with torch._C.DisableTorchFunctionSubclass():
-                version = handle.record.parameter._version
+                version = handle.record.parameter._version + handle.record.replaced
             if handle.version != version:
                 raise StaleWeightsError(
                     f"{handle.record.name}: its value changed after the forward whose backward is running "

@@ -176,7 +176,7 @@ class Visit:
 
     def _weight_versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [record.parameter._version for record in self.root.records()]
+            return [record.parameter._version + record.replaced for record in self.root.records()]
 
     # The first forward
 

@@ -160,7 +160,7 @@ class SavedTensors:
             if (
                 known is not None
                 and known.unit is unit
-                and known.version == tensor._version
+                and known.version == tensor._version + record.replaced
                 and known.shape == shape
                 and known.stride == stride
                 and offset == record.slot.offset + known.offset
@@ -171,7 +171,7 @@ class SavedTensors:
             return None
         holder = flat.records[position]
         with torch._C.DisableTorchFunctionSubclass():
-            version = holder.parameter._version
+            version = holder.parameter._version + holder.replaced
         found = WeightHandle(unit, holder, version, offset - holder.slot.offset, shape, stride)
         if record is holder:
             record.saved = found

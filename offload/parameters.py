@@ -61,6 +61,8 @@ class ParameterRecord:
     version: int = 0
     """The parameter's autograd version when its unit was last bound; a difference reveals a write in place."""
     stub: Tensor = field(default_factory=lambda: torch.empty(0))
+    replaced: int = 0
+    """How often its memory was put back after `.data` was replaced; with `_version` it tells values apart."""
     gradient: int = 0
     """Grows whenever the parameter's `.grad` is another one."""
     watched: bool = False

@@ -513,17 +513,36 @@ class Residency:
                     self._check_untouched(unit)
 
     def keep_writes(self, unit: Unit) -> None:
-        """Carries in-place writes to a resident unit's parameters over to the resting planes.
+        """Carries writes to a resident unit's open parameters over to the resting planes.
 
-        They show in the autograd versions of the parameters.
+        Writes in place show in the autograd versions of the parameters. One whose `.data` was replaced is elsewhere in
+        memory, and is brought back.
+
+        Raises:
+            OffloadError: `.data` was replaced by a tensor of another shape, dtype or device; the old value is in force.
         """
         with self.lock, torch._C.DisableTorchFunctionSubclass():
             written = [r for flat in unit.flats for r in flat.records if r.parameter._version != r.version]
-            if not written or self.persist is None:
+            replaced = [r for flat in unit.flats for r in _replaced(flat)]
+            if not (written or replaced) or self.persist is None:
                 return
-            self.persist(unit, written)
+            for record in replaced:
+                self._check_replaced(unit.flats[record.flat], record)
+            self.persist(unit, [*written, *(r for r in replaced if r not in written)])
+            for record in replaced:
+                _bring_back(unit.flats[record.flat], record, record.parameter.data)
             for record in written:
                 record.version = record.parameter._version
+
+    @staticmethod
+    def _check_replaced(flat: ResidentFlat, record: ParameterRecord) -> None:
+        new, old = record.parameter.data, _place(flat, record)
+        if (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
+            _bring_back(flat, record, None)
+            raise OffloadError(
+                f"{record.name}: its .data was replaced by a tensor of {tuple(new.shape)}, {new.dtype}, {new.device}; "
+                f"it is {tuple(old.shape)}, {old.dtype}, {old.device} and keeps its value"
+            )
 
     def close(self) -> None:
         """Makes every parameter a stub that says that its engine is closed. Idempotent."""
@@ -551,10 +570,39 @@ class Residency:
         )
 
 
+def _replaced(flat: ResidentFlat) -> list[ParameterRecord]:
+    """Parameters of an open unit whose data is not where the engine put it."""
+    base = flat.plane.tensor if flat.fixed else flat.buffer
+    if base is None:
+        return []
+    start, size = base.data_ptr(), base.itemsize
+    return [r for r in flat.records if r.parameter.data_ptr() != start + r.slot.offset * size and r.slot.numel]
+
+
+def _place(flat: ResidentFlat, record: ParameterRecord) -> Tensor:
+    """Where an open parameter's data belongs."""
+    base = flat.plane.tensor if flat.fixed else flat.buffer
+    assert base is not None
+    slot = record.slot
+    return base.as_strided(slot.shape, contiguous_strides(slot.shape), base.storage_offset() + slot.offset)
+
+
+def _bring_back(flat: ResidentFlat, record: ParameterRecord, value: Tensor | None) -> None:
+    """Makes an open parameter a view of its unit's memory again, with `value` if that is not there yet."""
+    with torch.inference_mode(False), torch.no_grad():
+        place = _place(flat, record)
+        if value is not None:
+            place.copy_(value)
+            # Not a write as autograd counts them: what a graph has saved of the new tensor is good.
+            record.replaced += 1
+        record.parameter.data = place
+        record.version = record.parameter._version
+
+
 def _version_of(flat: ResidentFlat) -> int:
     """Grows with every change of the weights."""
     with torch._C.DisableTorchFunctionSubclass():
-        return sum(record.parameter._version for record in flat.records)
+        return sum(record.parameter._version + record.replaced for record in flat.records)
 
 
 def _show_stubs(unit: Unit) -> None:

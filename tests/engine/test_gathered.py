@@ -369,9 +369,6 @@ def test_grad_is_read_and_replaced(device: str, tier: str, swap_folder: Path) ->
         assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype
         assert torch.equal(p.grad.reshape(-1).cpu(), twin.gradients[NAME][0])
         assert float(p.grad.norm()) == float(twin.gradients[NAME][0].view(p.shape).norm())
-        for action in (lambda: p.grad.mul_(2), lambda: p.grad.zero_(), lambda: p.grad.__setitem__(0, 1.0)):
-            with pytest.raises(GradientError, match=r"parameter\.grad = tensor"):
-                action()
         strided = (torch.ones(p.shape[1], p.shape[0]) * 0.5).t()
         p.grad = strided
         twin.gradients[NAME] = (strided.reshape(-1).clone(), 1)

@@ -144,13 +144,21 @@ class Duo(Pair):
     reference: Plain
 
     def __init__(
-        self, model: nn.Module, case: Case, folder: Path, *, engine_groups: Any = None, **sections: Any
+        self,
+        model: nn.Module,
+        case: Case,
+        folder: Path,
+        *,
+        engine_groups: Any = None,
+        given: nn.Module | None = None,
+        **sections: Any,
     ) -> None:
+        """`given`: what the engine gets, where that is not a copy of `model`."""
         precision = sections.get("precision", {})
         dtype = precision.get("compute_dtype", "auto" if case.dtype == "fp32" else case.dtype)
         clip = sections.get("max_grad_norm")
         self.plain = model
-        ours = copy.deepcopy(model)
+        ours = copy.deepcopy(model) if given is None else given
         config = config_of(case, folder, **{"max_grad_norm": None, **sections})
         groups = None if engine_groups is None else engine_groups(ours)
         self.engine = offload.initialize(ours, config, param_groups=groups)

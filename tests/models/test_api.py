@@ -73,6 +73,41 @@ def test_what_a_model_says_of_itself(case: Case, swap_folder: Path) -> None:
             check()
 
 
+def transposed() -> nn.Module:
+    model = Stack(2)
+    for block in model.blocks:
+        block.up.weight = nn.Parameter(block.up.weight.detach().t().contiguous().t())
+    return model
+
+
+def channels_last() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("kind", "case"), cover(["transposed", "channels_last"], share=3))
+def test_parameters_that_are_not_contiguous(kind: str, case: Case, swap_folder: Path) -> None:
+    """They become contiguous. Equal to a twin whose parameters are; to one that is as the model was within 1e-6, since
+    torch sums the products of transposed operands in another order.
+    """
+    build, x = {
+        "transposed": (transposed, inputs()),
+        "channels_last": (channels_last, inputs(2, 3, 8, 8)),
+    }[kind]
+    model = build()
+    for p in model.parameters():
+        p.data = p.data.contiguous()
+    assert any(not p.is_contiguous() for p in build().parameters())
+    with duo(model, case, swap_folder, given=build()) as pair:
+        for name, p in pair.offloaded.named_parameters():
+            assert p.is_contiguous() and p.stride() == pair.plain.get_parameter(name).stride()
+        same_state_dicts(pair)
+        with torch.no_grad():
+            worst, largest = float((pair.offloaded(x) - build()(x)).abs().max()), float(build()(x).abs().max())
+        assert worst <= 1e-6 * max(1.0, largest)
+        pair.train(square(x), steps=2)
+
+
 @pytest.mark.parametrize(("strict", "case"), cover([True, False], share=3))
 def test_load_state_dict(strict: bool, case: Case, swap_folder: Path) -> None:
     with duo(Mixed(), case, swap_folder) as pair:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.lr_scheduler import LambdaLR
 
 from offload.errors import GradientError, OffloadError, PlanError
@@ -367,6 +368,38 @@ def test_a_replaced_module_leaves(case: Case, swap_folder: Path) -> None:
         assert id(left.weight) not in listed and id(pair.offloaded.body.head.weight) in listed
         left(inputs()).sum().backward()  # an ordinary module again
         assert left.weight.grad is not None
+
+
+class Symmetric(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return w.triu() + w.triu(1).t()
+
+
+@pytest.mark.parametrize(("kind", "case"), cover(["parametrization", "weight norm", "pruning"], share=2))
+def test_parametrizations_of_a_model_in_training(kind: str, case: Case, swap_folder: Path) -> None:
+    """Registered in `gathered`, where parameters are plain, and followed by `adopt`; a parameter keeps its state."""
+    with duo(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), case, swap_folder) as pair:
+        pair.train(square(inputs()), steps=1)
+        for module in (pair.offloaded, pair.plain):
+            with pair.engine.gathered(modify=True):
+                if kind == "parametrization":
+                    parametrize.register_parametrization(module[1], "weight", Symmetric())
+                elif kind == "weight norm":
+                    parametrizations.weight_norm(module[1])
+                else:
+                    prune.l1_unstructured(module[1], "weight", amount=0.5)
+        fresh = pair.engine.adopt()
+        renamed = {"parametrization": "1.parametrizations.weight.original", "pruning": "1.weight_orig"}
+        if kind in renamed:
+            assert fresh == []
+            pair.reference.rename({"1.weight": renamed[kind]})
+        else:
+            for table in (pair.reference.steps, pair.reference.masters, pair.reference.moments):
+                del table["1.weight"]  # type: ignore[attr-defined]
+            del pair.reference.shadow.masters["1.weight"]
+            twins = dict(pair.plain.named_parameters())
+            pair.reference.add_group({"params": [twins[name] for name in fresh]})
+        pair.train(square(inputs()), steps=2)
 
 
 @pytest.mark.parametrize("case", [PLACES[1], PLACES[5]], ids=str)

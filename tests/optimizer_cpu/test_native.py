@@ -173,9 +173,7 @@ def test_ranges_of_a_shard(isa, fmt, weight_dtype, grad_dtype):
     native.force(isa)
     together, count = torch.cat(grads[:3]), [grad.numel() for grad in grads]
     places = [(together, 0), (together, count[0]), (together, count[0] + count[1]), (grads[3], 0)]
-    parts = [
-        (start, stop - start, *place, h) for (start, stop), place, h in zip(ranges, places, hypers, strict=True)
-    ]
+    parts = [(start, stop - start, *place, h) for (start, stop), place, h in zip(ranges, places, hypers, strict=True)]
     kernels.steps_(fmt, planes, iter(parts), grad_scale=0.7)
     assert_same(expected, planes, fmt)
     kernels.steps_(fmt, planes, [])

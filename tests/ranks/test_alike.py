@@ -251,9 +251,7 @@ def does_not_begin(folder: Path, what: str) -> None:
     ("what", "said"),
     [("path", "SwapPathError: swap path"), ("budget", "PlanError: the plan"), ("scheduler", "KeyError: 'no such")],
 )
-def test_why_a_rank_does_not_begin_is_said_on_the_others(
-    what: str, said: str, pool_of: PoolOf, tmp_path: Path
-) -> None:
+def test_why_a_rank_does_not_begin_is_said_on_the_others(what: str, said: str, pool_of: PoolOf, tmp_path: Path) -> None:
     first, second = pool_of(2).outcomes(does_not_begin, tmp_path, what)
     assert first.kind == "ParallelError" and f"the first failure was on rank 1: {said}" in first.message, first
     assert second.kind == said.partition(":")[0], second
