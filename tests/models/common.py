@@ -59,6 +59,17 @@ def everywhere(function: Any) -> Any:
     return pytest.mark.parametrize("case", PLACES, ids=lambda c: f"{c.device}-{c.parameters}")(function)
 
 
+def ordinarily(*chosen: int) -> Any:
+    """Runs a test on the placements of these numbers, and on the others under `acceptance`."""
+    cases = [
+        pytest.param(
+            case, id=f"{case.device}-{case.parameters}", marks=() if i in chosen else (pytest.mark.acceptance,)
+        )
+        for i, case in enumerate(PLACES)
+    ]
+    return pytest.mark.parametrize("case", cases)
+
+
 class Shadow:
     """`torch.optim.AdamW` over fp32 masters of a reference's parameters."""
 
@@ -201,4 +212,4 @@ def duo(model: nn.Module, case: Case, folder: Path, **options: Any) -> Iterator[
 
 Run = Callable[[Any], Any]
 
-__all__ = ["HYPER", "PLACES", "Duo", "Run", "assert_same", "cover", "duo", "everywhere"]
+__all__ = ["HYPER", "PLACES", "Duo", "Run", "assert_same", "cover", "duo", "everywhere", "ordinarily"]

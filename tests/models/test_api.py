@@ -20,7 +20,7 @@ from offload.errors import OffloadError
 from swap.errors import BudgetError
 from tests.engine.binding_models import Block, Stack, inputs, square
 from tests.engine.common import Case, placed, running, states_of
-from tests.models.common import PLACES, Duo, cover, duo, everywhere
+from tests.models.common import PLACES, Duo, cover, duo, everywhere, ordinarily
 
 
 class Mixed(Stack):
@@ -128,7 +128,7 @@ def test_load_state_dict(strict: bool, case: Case, swap_folder: Path) -> None:
         pair.weights_equal()
 
 
-@pytest.mark.parametrize("case", [PLACES[0], PLACES[2], PLACES[5]], ids=str)
+@ordinarily(0, 2, 5)
 def test_save_pretrained(case: Case, swap_folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=97, n_positions=32, n_embd=24, n_layer=2, n_head=2)

@@ -15,7 +15,7 @@ import torch
 
 from offload.bench import architectures as table
 from tests.engine.common import Case
-from tests.models.common import PLACES, cover, duo
+from tests.models.common import PLACES, cover, duo, ordinarily
 
 pytest.importorskip("transformers")
 
@@ -62,7 +62,7 @@ def test_compiled_blocks(compiler: None, name: str, case: Case, swap_folder: Pat
     run(name, "compiled blocks", case, swap_folder)
 
 
-@pytest.mark.parametrize("case", [PLACES[2], PLACES[4]], ids=str)
+@ordinarily(2, 4)
 def test_adapters_attached_later(case: Case, swap_folder: Path) -> None:
     """PEFT wraps modules of a model that is in training already: the engine takes the adapters over."""
     peft = pytest.importorskip("peft")

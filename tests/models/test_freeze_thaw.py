@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from offload.errors import GradientError, OffloadError, PlanError
 from tests.engine.binding_models import WIDTH, Block, Stack, checkpointed, inputs, plainly, square
 from tests.engine.common import HYPER, Case, running
-from tests.models.common import PLACES, Duo, cover, duo, everywhere
+from tests.models.common import PLACES, Duo, cover, duo, everywhere, ordinarily
 
 
 class Adapter(nn.Module):
@@ -173,7 +173,7 @@ def test_thawing_what_is_in_a_group_needs_nothing_else(case: Case, swap_folder: 
         assert pair.engine.get_full("blocks.2.up.bias", "grad") is None
 
 
-@pytest.mark.parametrize("case", [PLACES[1], PLACES[2], PLACES[5]], ids=str)
+@ordinarily(1, 2, 5)
 def test_thaw_between_forward_and_backward(case: Case, swap_folder: Path) -> None:
     """A graph that was built before keeps working: its weights are found where they are now."""
     model = Stack(3)
@@ -234,7 +234,7 @@ def test_no_room_for_a_thawed_layer_changes_nothing(swap_folder: Path) -> None:
         assert engine.step().stepped
 
 
-@pytest.mark.parametrize("case", [PLACES[1], PLACES[2], PLACES[5]], ids=str)
+@ordinarily(1, 2, 5)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float64])
 def test_frozen_weights_keep_their_dtype_and_bits(case: Case, dtype: torch.dtype, swap_folder: Path) -> None:
     class Quantised(nn.Module):
@@ -342,7 +342,7 @@ def test_new_modules_join(case: Case, swap_folder: Path) -> None:
         assert "extra" in pair.engine.describe()
 
 
-@pytest.mark.parametrize("case", [PLACES[0], PLACES[2], PLACES[4]], ids=str)
+@ordinarily(0, 2, 4)
 def test_a_replaced_module_leaves(case: Case, swap_folder: Path) -> None:
     """What resizing an embedding does: a new module in the place of an old one, whose values it copies."""
     with duo(Late(), case, swap_folder) as pair:
@@ -402,7 +402,7 @@ def test_parametrizations_of_a_model_in_training(kind: str, case: Case, swap_fol
         pair.train(square(inputs()), steps=2)
 
 
-@pytest.mark.parametrize("case", [PLACES[1], PLACES[5]], ids=str)
+@ordinarily(1, 5)
 def test_optimizer_state_after_growth(case: Case, swap_folder: Path) -> None:
     """`state_dict` covers thawed and new parameters and restores them."""
     model = Late()
@@ -482,7 +482,7 @@ def test_growing_from_memory_to_swap_files(swap_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["barrier", "deferred"])
-@pytest.mark.parametrize("case", [PLACES[2], PLACES[5]], ids=str)
+@ordinarily(2, 5)
 def test_thawing_with_one_chunk_of_staging_and_pending_updates(case: Case, schedule: str, swap_folder: Path) -> None:
     model = Stack(3, block=lambda: Block(96))
     model.head = nn.Linear(96, 3)

@@ -20,7 +20,7 @@ import offload
 from optimizer_cpu import CPUAdamW
 from tests.engine.binding_models import Stack, inputs, square
 from tests.engine.common import Case, config_of
-from tests.models.common import PLACES, Duo, cover, duo, everywhere
+from tests.models.common import Duo, cover, duo, everywhere, ordinarily
 
 
 def flatten(parameters: Iterable[nn.Parameter]) -> None:
@@ -180,9 +180,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> lis
     return [(entry.get("loss"), entry.get("grad_norm")) for entry in trainer.state.log_history]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=str(c), marks=() if c is PLACES[2] else pytest.mark.acceptance) for c in PLACES]
-)
+@ordinarily(2)
 def test_the_trainer_of_transformers(case: Case, swap_folder: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
