@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -553,19 +554,18 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
 
     def _change(self, status: Status) -> None:
         if (self._status, status) not in TRANSITIONS:
+            if self._status is Status.FAILED:
+                self._updates.report()  # the cause comes before its consequence
             raise OffloadError(f"the engine cannot go from {self._status.value} to {status.value}")
         self._status = status
 
     def _check(self, action: str) -> None:
         if self._status is Status.READY:
             return
+        hint = ""
         if self._status is Status.FAILED:
             self._updates.report()  # the cause comes before its consequence
-        hint = (
-            ": an optimizer step or a load was cut short, so the state is partly old and partly new"
-            if self._status is Status.FAILED
-            else ""
-        )
+            hint = ": an optimizer step or a load was cut short, so the state is partly old and partly new"
         raise OffloadError(f"the engine is {self._status.value}{hint}; {action}")
 
     def _begin_change(self) -> None:
@@ -579,6 +579,12 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
 
         Parameters are gone afterwards: export or gather what you need first. Idempotent.
         """
+        error = sys.exc_info()[1]  # as in a `finally`: other ranks wait for this one, and closing takes a while
+        if self.ranks is not None and is_failure(error):
+            self.ranks.report_failure(error)
+        self._close()
+
+    def _close(self) -> None:
         if self._status is Status.CLOSED:
             return
         try:
@@ -621,14 +627,12 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.ranks is not None and is_failure(error):
-            self.ranks.report_failure(error)  # closing takes a while, and others wait for this rank
         self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_ready", False) and self._status is not Status.CLOSED:
             with contextlib.suppress(Exception):
-                self.close()
+                self._close()
 
     def __deepcopy__(self, memo: object) -> Engine:
         raise TypeError("an engine cannot be copied: copy the module, whose copy is an ordinary model")

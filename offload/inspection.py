@@ -133,7 +133,13 @@ class StateAccess(ABC):
             if not self._memory.device.aliases_host:
                 value = torch.empty_like(data, device="cpu")
                 self._memory.copy_out(value, data).wait()
+            self._note_written(f"the weight of {record.name}", value)
             self._state(record).write(record.slot, self._step_queue, weight=value)
+
+    def _note_written(self, what: str, value: Tensor | None) -> None:
+        """Where there are other ranks, they have to write the same."""
+        if self._cluster is not None:
+            self._cluster.reduction.note_written(what, value)
 
     def read_weight(self, record: ParameterRecord) -> Tensor:
         """A CPU copy of a parameter's weight in its own dtype."""
@@ -191,6 +197,8 @@ class StateAccess(ABC):
             if value is not None:
                 raise GradientError(f"{record.name}: not trained by this engine, so it takes no gradient")
             return
+        if self._cluster is not None:
+            self._note_written(f"the gradient of {record.name}", None if value is None else value.detach().cpu())
         with self._lock:
             if value is None:
                 self._gradient_queue.drain()
@@ -279,6 +287,7 @@ class StateAccess(ABC):
         state = self._state(record)
         trained = name in self._trainable
         flat = value.detach().to("cpu", torch.float32 if trained else state.flat.dtype).reshape(-1)
+        self._note_written(f"{kind} of {name}", flat)
         with self._lock:
             if kind != "parameter":
                 state.write(record.slot, self._step_queue, planes={kind: flat})

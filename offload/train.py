@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,9 +21,11 @@ from offload.checkpoint.run import RunCheckpoints
 from offload.config import Config, ConfigError
 from offload.config.checks import doubts
 from offload.data import TextData
+from offload.errors import ParallelError
 from offload.interruption import Interrupted, Interruption
 from offload.models import build_model
 from offload.parallel.data import share
+from offload.parallel.exits import is_forsaken
 from offload.parallel.job import Follower, Job
 from offload.parallel.placing import current
 from offload.planner.comparison import RunComparison
@@ -63,9 +66,12 @@ def train(
         if interrupted.saves:
             trainer.save_at_the_end()
     except BaseException as error:
-        trainer.job.failed(error)
-        trainer.error = str(error).partition("\n")[0] or type(error).__name__
-        raise
+        elsewhere = trainer.job.interrupted_elsewhere() if isinstance(error, ParallelError) else None
+        if elsewhere is None:
+            trainer.job.failed(error)
+            trainer.error = str(error).partition("\n")[0] or type(error).__name__
+            raise
+        trainer.interrupted = elsewhere
     finally:
         # A run that is over is closed whole, whatever arrives meanwhile.
         try:
@@ -148,7 +154,11 @@ class _Trainer:
         now = time.monotonic()
         seconds = (now - self._checked_at) / max(1, self._checks)
         self._checked_at, self._checks = now, 0
-        said = engine.all_of("agree on signals", (self.interruption.signum, seconds))
+        signum = self.interruption.signum
+        if signum is None and is_forsaken():
+            self.progress.warn("the launcher is gone: this run ends as by SIGTERM")
+            signum = signal.SIGTERM
+        said = engine.all_of("agree on signals", (signum, seconds))
         found = [signum for signum, _ in said if signum is not None]
         if found:
             raise Interrupted(found[0])

@@ -27,6 +27,7 @@ from offload.checkpoint.manifest import SavedFile, read_manifest
 from offload.checkpoint.peers import Peers, await_marker, fingerprints, own_values, put_marker
 from offload.checkpoint.places import free_bytes, is_complete
 from offload.checkpoint.save import RankFile, RankSaver, unhook
+from swap.checksums import crc32
 from swap.errors import BudgetError
 from swap.geometry import format_bytes
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from offload.checkpoint.access import CheckpointAccess
 
 log = logging.getLogger("offload")
+
+WRITTEN = "written"
+"""Key of the fingerprint of what the program has written to weights, states and gradients since the last step."""
 
 _Begun = tuple[tuple[int, bool], dict[str, int], tuple[int, str] | None]
 """What a rank says as a save begins: the step, and whether it waits for the save; fingerprints; of rank 0 the
@@ -88,6 +92,8 @@ class Save:
         buffers = self._engine._boundary.buffers()
         begun = peers.together("begin a checkpoint", lambda: self._begin(buffers, stack))
         peers.same("(the number of steps that are to be saved, whether to wait)", [said for said, _, _ in begun])
+        written = [marks.get(WRITTEN, 0) for _, marks, _ in begun]
+        peers.same("what was written to weights, states or gradients since the last step (CRC-32)", written)
         opened = peers.together("open the files of a checkpoint", lambda: self._open_file(buffers, begun))
         self.nbytes = sum(nbytes for _, nbytes in opened)
         if any(tight for tight, _ in opened) and self.beside:
@@ -104,6 +110,8 @@ class Save:
         )
         engine._settle_states()
         marks = fingerprints(wanted.data, wanted.extra, buffers) if peers.world > 1 else {}
+        if engine._cluster is not None:
+            marks[WRITTEN] = crc32(repr(sorted(engine._cluster.reduction.written.items())).encode())
         directory = open_directory(wanted.root, wanted.target, peers.world, stack) if peers.rank == 0 else None
         return (wanted.step, wanted.wait), marks, directory
 

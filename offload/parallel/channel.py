@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from offload.errors import ParallelError
 from offload.parallel.collectives import Allocate, Collectives, RankGoneError
 from offload.parallel.ranks import Ranks
-from offload.parallel.stalls import Stall, contradiction, say, unsay, whereabouts
+from offload.parallel.stalls import SAME_NUMBER, Stall, contradiction, say, unsay, whereabouts
 from swap.tickets import fresh
 
 T = TypeVar("T")
@@ -33,8 +33,10 @@ _STUCK = 0.5  # seconds in which an operation that nobody waits for any more may
 class Pending(Generic[T]):
     """One operation of a channel."""
 
-    def __init__(self, what: str, job: Callable[[Collectives], T], before: Callable[[], object] | None) -> None:
-        self.what = what
+    def __init__(
+        self, what: str, job: Callable[[Collectives], T], before: Callable[[], object] | None, group: str
+    ) -> None:
+        self.what, self.group = what, group
         self._job: Callable[[Collectives], T] | None = job
         self._before = before
         self._ended = threading.Event()
@@ -84,10 +86,10 @@ class Pending(Generic[T]):
 
 class Channel:
     """One order of operations. `allocate(numel, dtype)` gives host memory for what they need beside their operands.
-    `everybody`: whether all ranks take part in all of them, and programs wait for them.
+    `awaited`: whether programs wait for them.
     """
 
-    def __init__(self, name: str, ranks: Ranks, allocate: Allocate, *, everybody: bool = False) -> None:
+    def __init__(self, name: str, ranks: Ranks, allocate: Allocate, *, awaited: bool = False) -> None:
         self.name, self._ranks = name, ranks
         self._changed = threading.Condition()
         self._queue: deque[Pending[Any]] = deque()
@@ -96,7 +98,7 @@ class Channel:
         self._since = 0.0
         self._error: BaseException | None = None
         self._closed = self._said = False
-        if everybody:
+        if awaited:
             ranks.come_to[name] = 0
         self._latency = 0.0  # seconds before every operation, to see what waits for them
         self._collectives = Collectives(ranks, allocate, self._tag)
@@ -113,15 +115,20 @@ class Channel:
             thread.start()
 
     def submit(
-        self, what: str, job: Callable[[Collectives], T], *, before: Callable[[], object] | None = None
+        self,
+        what: str,
+        job: Callable[[Collectives], T],
+        *,
+        before: Callable[[], object] | None = None,
+        group: str = "world",
     ) -> Pending[T]:
-        """Has `job` carried out after all that was submitted before; `before` is called ahead of it, to wait for
-        something of this rank's own.
+        """Has `job` carried out after all that was submitted before, on all ranks, though only those of this rank's
+        `group` do it together; `before` is called ahead of it, to wait for something of this rank's own.
 
         Raises:
             ParallelError: an operation failed, or the channel is closed.
         """
-        pending = Pending(what, job, before)
+        pending = Pending(what, job, before, group)
         with self._changed:
             if self._error is not None:
                 raise _anew(self._error)
@@ -197,6 +204,8 @@ class Channel:
             # The others see this rank's connections end.
             self._ranks.report_failure(TimeoutError(f"{what}: {missing}{there}"))
         reason = f"no rank has said why ({limit})" if first is None else f"the first failure was on {first}"
+        if first is None and self._ranks.is_closed(rank):
+            reason = f"it has closed its engine: {SAME_NUMBER}"
         named = ParallelError(f"{what}: {missing} ({text[:200]}){there}; {reason}")
         error.__cause__, error.__suppress_context__ = None, True  # the transport's own words are in it
         named.__cause__ = error.with_traceback(None)
@@ -230,7 +239,13 @@ class Channel:
         if first is not None:
             self.fail(ParallelError(f"{current.what}: another rank has failed; {first}"))
             return False
-        own = Stall(number=number, what=current.what, waits=waits, come_to=dict(self._ranks.come_to))
+        own = Stall(
+            number=number,
+            what=current.what,
+            waits=waits,
+            come_to=dict(self._ranks.come_to),
+            needs=self._ranks.members(current.group),
+        )
         self._said = True
         say(self._ranks, self.name, own)
         why = contradiction(self._ranks, self.name, own)

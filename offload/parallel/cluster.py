@@ -44,8 +44,7 @@ class Cluster:
         wire: torch.dtype,
         kept: bool | int = True,
     ) -> None:
-        self.ranks, self.division, self._memory = ranks, division, memory
-        self._states, self._kept = states, kept
+        self.ranks, self.division, self._memory, self._states = ranks, division, memory, states
         self._channels: list[Channel] = []
         self._further: dict[str, Channel] = {}
         try:
@@ -74,12 +73,11 @@ class Cluster:
 
     def _open(self, name: str) -> Channel:
         kind = {"gather": GATHER, "reduce": REDUCTION}.get(name, "exchange")
-        parted = self.ranks.shard_size < self.ranks.world or (name == "gather" and not isinstance(self._kept, bool))
         channel = Channel(
             name,
             self.ranks,
             lambda n, dtype: self._memory.host(n, dtype, kind),
-            everybody=name in CHANNELS and not parted,
+            awaited=name in CHANNELS,
         )
         self._channels.append(channel)
         return channel
@@ -142,9 +140,9 @@ class Cluster:
 
     # Small exchanges
 
-    def ask(self, what: str, job: Callable[[Collectives], T]) -> T:
-        """Carries out a collective of small things now; every rank has to come here."""
-        return self._votes.submit(what, job).result()
+    def ask(self, what: str, job: Callable[[Collectives], T], *, group: str = "world") -> T:
+        """Carries out a collective of small things now, in this rank's `group`; every rank has to come here."""
+        return self._votes.submit(what, job, group=group).result()
 
     def all_of(self, what: str, value: T) -> list[T]:
         """`value` of every rank, by rank; picklable and small."""
@@ -171,7 +169,7 @@ class Cluster:
             for rank, (start, stop) in enumerate(parts):
                 out[start:stop].copy_(everything[rank * size :][: stop - start])
 
-        self.ask(f"read {record.name}", exchange)
+        self.ask(f"read {record.name}", exchange, group="shard")
 
     def _part(self, state: FlatState, slot: Slot, rank: int) -> tuple[int, int]:
         """The elements of a parameter that a rank of the shard group owns."""
@@ -197,7 +195,7 @@ class Cluster:
             collectives.all_gather_(everything, "shard", "norm")
             return everything
 
-        everything = self.ask("exchange the sums of squares of the gradients", exchange)
+        everything = self.ask("exchange the sums of squares of the gradients", exchange, group="shard")
         found: list[list[Tensor]] = [[] for _ in records]
         for rank, of_rank in enumerate(lengths):
             at = rank * most
@@ -225,6 +223,7 @@ class Cluster:
 
     def close(self) -> None:
         """Ends the threads. Idempotent; does not wait for a peer beyond the timeout."""
+        self.ranks.say_closed()
         for channel in self._channels:
             channel.close()
 

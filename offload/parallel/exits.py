@@ -6,6 +6,7 @@ others, which find this rank gone, can say why; a launcher then ends what is lef
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -14,6 +15,10 @@ from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from offload.parallel.ranks import Ranks
+
+_AGENT = "TORCHELASTIC_RUN_ID"
+"""Set by `torchrun`, whose agent is the parent of its ranks."""
+_parent = os.getppid()
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _lock = threading.Lock()
@@ -53,3 +58,10 @@ def is_failure(error: BaseException | None) -> TypeGuard[BaseException]:
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return error is not None and not isinstance(error, GeneratorExit)
+
+
+def is_forsaken() -> bool:
+    """Whether `torchrun` has ended without a signal to its ranks, as when it is killed: nobody ends them any more but
+    they themselves. Of other launchers nothing is known; a shell that started ranks may well be gone.
+    """
+    return _AGENT in os.environ and os.getppid() != _parent

@@ -17,6 +17,7 @@ from offload.parallel.collectives import Collectives
 from offload.parallel.flight import InFlight
 from offload.parallel.kept import GATHER, SECONDARY, Copying, KeptShard, shard_of
 from offload.parallel.ranks import Ranks
+from offload.parallel.stalls import GATHERS
 from offload.planes import Completion, Plane
 from offload.residency import ResidentFlat, Unit
 from offload.state import FlatState
@@ -61,14 +62,15 @@ class Gathering:
         buffer, own, kept = flat.buffer, flat.completion, flat.kept
         self.in_flight.make_room(buffer.nbytes)
         allocated = None if self._memory.device.aliases_host else self._memory.device.record()
-        what = f"gather the weights of {unit.name}"
+        what = f"{GATHERS}{unit.name}"
         if kept is None:
             job = partial(self._fill, flat.flat, buffer, flat.plane, allocated)
-            pending = self._channel.submit(what, job, before=None if own is None else own.wait)
+            before = None if own is None else own.wait
+            pending = self._channel.submit(what, job, before=before, group="shard")
         else:
             job = partial(self._fill_again, flat.flat, buffer, kept, allocated)
             before = None if kept.copying is None else kept.copying.wait
-            pending = self._channel.submit(f"{what} again", job, before=before)
+            pending = self._channel.submit(f"{what} again", job, before=before, group=SECONDARY)
         return self.in_flight.begin(pending, buffer.nbytes)
 
     def _fill(
@@ -139,7 +141,8 @@ class Gathering:
         `state.replicating` is what readers of the plane wait for.
         """
         job = partial(self._exchange, state)
-        state.replicating = self._channel.submit(f"exchange new weights of {name}", job, before=_at_rest(state))
+        what = f"exchange new weights of {name}"
+        state.replicating = self._channel.submit(what, job, before=_at_rest(state), group="shard")
 
     def _exchange(self, state: FlatState, collectives: Collectives) -> None:
         flat, plane, memory = state.flat, state.weight, self._memory

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -78,13 +78,11 @@ class Job:
                 raise
             self._ranks.publish(f"{_RUN}/{key}", f"={text}")
             return text
-        try:
-            self._ranks.store.wait([f"{_RUN}/{key}"], timedelta(seconds=self._timeout))
-            found = bytes(self._ranks.store.get(f"{_RUN}/{key}")).decode()
-        except Exception as error:
+        if not self._ranks.meeting.await_keys([f"{_RUN}/{key}"], self._timeout, heeding=True):
             raise ParallelError(
                 f"rank {self.rank} waited for rank 0's {key}: not there after parallel.timeout = {self._timeout:g} s"
-            ) from error
+            )
+        found = self._ranks.look_up(f"{_RUN}/{key}") or _REFUSED
         if found == _REFUSED:
             raise ParallelError(f"rank 0 refused the run: {self._ranks.first_failure() or 'no message'}")
         return found.removeprefix("=")
@@ -94,6 +92,12 @@ class Job:
         if self._ranks is not None:
             self._ranks.report_failure(error)
 
+    def interrupted_elsewhere(self) -> str | None:
+        """The signal that has ended another rank before it was ready to train, by name."""
+        said = None if self._ranks is None else self._ranks.first_failure()
+        found = re.search(r"Interrupted: interrupted by (SIG\w+)", said or "")
+        return None if found is None else found[1]
+
     def leave_together(self) -> None:
         """Waits, `LEAVING` seconds at most, until every rank has come here: a launcher kills all others as soon as one
         has ended with a status that is not 0, and they may still be writing.
@@ -101,13 +105,14 @@ class Job:
         if self._ranks is None:
             return
         self._ranks.publish(f"{_LEFT}/{self.rank}", "1")
-        with suppress(Exception):  # the store may go with the rank that leaves first
-            keys = [f"{_LEFT}/{rank}" for rank in range(self.world)]
-            self._ranks.store.wait(keys, timedelta(seconds=min(LEAVING, self._timeout)))
+        keys = [f"{_LEFT}/{rank}" for rank in range(self.world)]
+        with suppress(ParallelError):  # the store may go with the rank that leaves first
+            self._ranks.meeting.await_keys(keys, min(LEAVING, self._timeout))
 
     def close(self) -> None:
         """Leaves the process group, if this job has made it. Idempotent."""
         if self._ranks is not None:
+            self._ranks.publish(f"{_LEFT}/{self.rank}", "1")
             self._ranks.close()
 
 

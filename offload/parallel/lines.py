@@ -13,7 +13,10 @@ import os
 import socket
 import stat
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.parallel.meeting import Meeting
 
 Address = tuple[str, int]
 
@@ -69,16 +72,15 @@ class Lines:
         self._own, self._others, self._pairs = set(own), set(others), set(pairs)
 
     @classmethod
-    def of_group(cls, before: set[Address], store: Any, rank: int, world: int) -> Lines:
+    def of_group(cls, before: set[Address], rank: int, meeting: Meeting) -> Lines:
         """Those of a group that was made since the process was `listening()` as `before`; all ranks come here, and tell
-        each other through `store` where they listen.
+        each other where they listen.
         """
         own = listening() - before
-        store.set(f"listens/{rank}", json.dumps(sorted(own)))
         others: set[Address] = set()
-        for peer in range(world):
+        for peer, said in enumerate(meeting.exchange("listens", json.dumps(sorted(own)))):
             if peer != rank:
-                others.update(_address(address) for address in json.loads(bytes(store.get(f"listens/{peer}"))))
+                others.update(_address(address) for address in json.loads(said))
         return cls(own=own, others=others)
 
     def count(self) -> int:

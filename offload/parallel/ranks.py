@@ -21,11 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 from offload.errors import ParallelError
 from offload.parallel.counters import Counters
 from offload.parallel.lines import Address, Lines, listening
+from offload.parallel.meeting import AbsentError, Meeting, await_server
 from offload.parallel.reach import Reach
 
 _PREFIX = "offload"
 _FAILURE = "failure"
 _LOST = "lost"
+_CLOSED = "closed"
 _REACH = 5.0  # seconds in which the store has to answer
 
 
@@ -100,9 +102,12 @@ class Ranks:
         common = dist.distributed_c10d.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
         own = dist.distributed_c10d.PrefixStore(str(common.add(f"opened/{self.rank}", 1)), common)
         self._reach = Reach(own, _REACH)
+        self._said_closed = False
+        self.meeting = Meeting(self._reach, self.rank, self.world, timeout, self.first_failure)
+        self.meeting.exchange("come")  # or making a group would wait for those that do not
         before = listening() if before is None else before
         self._messages: Any = self._host_group(timeout)
-        self._lines = Lines.of_group(before, own, self.rank, self.world)
+        self._lines = Lines.of_group(before, self.rank, self.meeting)
         if self.on_device:
             self._device_groups()
         self._open.add(self)
@@ -120,6 +125,10 @@ class Ranks:
         """
         try:
             return cls._open_all(shard_size, replicate_size, timeout, device_kind)
+        except AbsentError as error:
+            raise ParallelError(
+                f"{error} to offload.initialize within parallel.timeout = {timeout:g} s, and no rank has said why"
+            ) from error
         except RuntimeError as error:
             if isinstance(error, ParallelError):
                 raise
@@ -168,13 +177,21 @@ class Ranks:
         Groups made one after the other need keys of their own in the store that they have in common: addresses that the
         last one has left there are those of connections that are closed.
         """
+        serves = os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if not serves:
+            await_server(timeout.total_seconds())
         store, rank, world = next(rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
-        if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if serves:
             cls._served = store  # no client of the launcher's but the server, which others use for as long as they run
         cls._inits += 1
-        before = listening()
         keys = dist.distributed_c10d.PrefixStore(f"{_PREFIX}/group{cls._inits}", store)
+        reach = Reach(keys, _REACH)
+        try:
+            Meeting(reach, rank, world, timeout.total_seconds(), lambda: reach.look_up(_FAILURE)).exchange("come")
+        finally:
+            reach.close()
+        before = listening()
         dist.init_process_group(backend, store=keys, rank=rank, world_size=world, timeout=timeout)
         return before
 
@@ -239,7 +256,7 @@ class Ranks:
 
     def look_up(self, key: str) -> str | None:
         """What was published under `key`, if anything was and the store can be reached."""
-        return self._reach.call(lambda store: bytes(store.get(key)).decode() if store.check([key]) else None)
+        return self._reach.look_up(key)
 
     def report_failure(self, error: BaseException) -> None:
         """Tells the others that this rank fails, unless another one has failed before."""
@@ -259,6 +276,16 @@ class Ranks:
         """Closes because of `error`, which the others are told."""
         self.report_failure(error)
         self.close()
+
+    def say_closed(self) -> None:
+        """Tells the others that this rank takes part in nothing more. Idempotent."""
+        if not (self._said_closed or self.closed):
+            self._said_closed = True
+            self.publish(f"{_CLOSED}/{self.rank}", "1")
+
+    def is_closed(self, rank: int) -> bool:
+        """Whether a rank has said so."""
+        return self.look_up(f"{_CLOSED}/{rank}") is not None
 
     def report_loss(self, rank: int) -> int:
         """Tells the others that `rank` does not answer. The first one that was missed: who misses it may end too."""

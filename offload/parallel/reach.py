@@ -44,6 +44,10 @@ class Reach:
         thread.join(self._limit)
         return answer.value
 
+    def look_up(self, key: str) -> str | None:
+        """What is stored under `key`; None if nothing is, or the store cannot be reached."""
+        return self.call(lambda store: bytes(store.get(key)).decode() if store.check([key]) else None)
+
     def close(self) -> None:
         """Lets go of the connection. Idempotent."""
         self._store = None

@@ -16,7 +16,9 @@ persistent parameters, so that which these are changes no bits.
 [Note: same step] Operations are named after the step that they belong to, so that gradients of different steps are
 never added: a rank that has had no backward since the last step takes part in a window at its end even so, and one
 that had more of them than others, where each is a window, is found out. With a window go the values of the last step,
-such as learning rates: ranks that update with different ones would drift apart without a sign.
+such as learning rates, and sums of what the program has written to weights, states and gradients since the last window:
+ranks that update with different ones would drift apart without a sign, or lose what one has written to the part of
+another.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from offload.parameters import ParameterRecord
 from offload.planes import SlotQueue
 from offload.state import FlatState
 from offload.tiers import Tier, TierMemory
+from swap.checksums import crc32
 
 AT_ONCE = 2
 """Units whose gradients may be on their way to other ranks when those of a further one begin to arrive."""
@@ -92,6 +95,8 @@ class Reduction:
         """Steps so far."""
         self.last_step: Mapping[str, object] = {}
         """What the last step was made with, the same on all ranks; by name."""
+        self.written: dict[str, int] = {}
+        """CRC-32 of what the program has written, by what it is; the same on all ranks."""
         self.on_reduced: Callable[[int], None] | None = None
         """Called with the index of a unit whose gradients are final, in order."""
 
@@ -170,7 +175,7 @@ class Reduction:
             if index in self._apart and self._present.get(index):
                 job = partial(self._sum_replicas, index, states)
                 what = f"sum the gradients of {self._names[index]} over replicas in step {self.step()}"
-                self._under_way.append((index, self._channel.submit(what, job)))
+                self._under_way.append((index, self._channel.submit(what, job, group="replicate")))
         self._wait_for_all()
         self._apart.clear()
 
@@ -211,6 +216,13 @@ class Reduction:
             self._queue.drain()
         self.note(record.unit, record.name, present=True)
 
+    def note_written(self, what: str, value: Tensor | None) -> None:
+        """The program has given `what` the value, a CPU tensor or None, on all ranks."""
+        data = (
+            b"" if value is None or not value.numel() else value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        )
+        self.written[what] = crc32(data, self.written.get(what, 1))
+
     def forget(self) -> None:
         """All gradients are dropped: what is under way is waited for."""
         self._wait_for_all()
@@ -229,7 +241,8 @@ class Reduction:
         self.settle_local()
         self._send_until(len(self._order))
         late, seen = sorted(self._late), list(self._seen)
-        job = partial(self._reduce_late, late, seen, dict(self.last_step))
+        written, self.written = self.written, {}
+        job = partial(self._reduce_late, late, seen, dict(self.last_step), written)
         pending = self._channel.submit(f"reduce late gradients in step {self.step()}", job)
         self._under_way.append((-1, pending))
         self._windows += 1
@@ -237,11 +250,17 @@ class Reduction:
         self._next, self._late, self._seen = 0, set(), {}
 
     def _reduce_late(
-        self, late: list[int], seen: list[int], last: Mapping[str, object], collectives: Collectives
+        self,
+        late: list[int],
+        seen: list[int],
+        last: Mapping[str, object],
+        written: Mapping[str, int],
+        collectives: Collectives,
     ) -> None:
-        everybody = collectives.all_gather_objects((late, seen, last), "world")
-        check_alike([of_rank for _, _, of_rank in everybody], "the last step was made with different values")
-        again = sorted({index for of_rank, _, _ in everybody for index in of_rank})
+        everybody = collectives.all_gather_objects((late, seen, last, written), "world")
+        check_alike([of_rank[2] for of_rank in everybody], "the last step was made with different values")
+        check_alike([of_rank[3] for of_rank in everybody], "ranks have not written the same (by CRC-32) to")
+        again = sorted({index for of_rank in everybody for index in of_rank[0]})
         for index in again:
             self._reduce(index, collectives)
         if again:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -87,6 +88,20 @@ def signalled(run: Path, arguments: Sequence[str], phase: str, at: Sequence[int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.train, "POLL_SECONDS", 0.0)
         patch.setattr(offload.Engine, phase, signalling)
+        return trained(run, arguments)
+
+
+def signalled_in_set_up(run: Path, arguments: Sequence[str], at: int, signum: int) -> tuple[int, str]:
+    """The same with a signal at one rank just before its engine, which the other ranks wait for."""
+    real = offload.initialize
+
+    def signalling(*positional: Any, **named: Any) -> Any:
+        if int(os.environ["RANK"]) == at:
+            signal.raise_signal(signum)
+        return real(*positional, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "initialize", signalling)
         return trained(run, arguments)
 
 
@@ -171,6 +186,18 @@ def test_an_interrupt_at_one_rank_ends_all_without_a_checkpoint(pool_of: PoolOf,
     assert not (run / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("at", "signum"), [(1, signal.SIGINT), pytest.param(0, signal.SIGTERM, marks=pytest.mark.acceptance)]
+)
+def test_a_signal_at_one_rank_in_set_up_ends_all(pool_of: PoolOf, tmp_path: Path, at: int, signum: int) -> None:
+    """Long before the timeout of ten minutes, and as an interruption, not as an error."""
+    run = tmp_path / "run"
+    ended = pool_of(2).run(signalled_in_set_up, run, settings((3, "batch_major", "barrier")), at, signum, timeout=60.0)
+    assert [status for status, _ in ended] == [128 + signum] * 2, ended
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["interrupted"], summary["error"]) == (signal.Signals(signum).name, None)
+
+
 @pytest.mark.parametrize("broken", [None, "full", "flipped"])
 def test_a_checkpoint_before_the_first_step(pool_of: PoolOf, tmp_path: Path, broken: str | None) -> None:
     run = tmp_path / "run"
@@ -202,9 +229,13 @@ def _interrupted(run: Path, send: Callable[[Marked], None], *more: str) -> Ended
     return run_torchrun([*arguments, "--run-dir", str(run)], nproc=2, while_running=interrupt)
 
 
+def _launcher(marked: Marked) -> psutil.Process:
+    (found,) = (p for p in marked.processes() if "RANK" not in p.environ())
+    return found
+
+
 def _to_the_launcher(marked: Marked) -> None:
-    (launcher,) = (p for p in marked.processes() if "RANK" not in p.environ())
-    launcher.send_signal(signal.SIGTERM)
+    _launcher(marked).send_signal(signal.SIGTERM)
 
 
 def _to_all(marked: Marked) -> None:
@@ -221,3 +252,46 @@ def test_the_launchers_own_signal_saves(tmp_path: Path, send: Callable[[Marked],
     assert summary["interrupted"] == "SIGTERM" and summary["error"] is None, ended
     assert complete_checkpoints(run / "checkpoints")[-1][0] == summary["steps"]
     assert offload.checkpoint.find_checkpoint(run / "checkpoints").name == Path(summary["checkpoint"]).name
+
+
+def _without_a_launcher(marked: Marked) -> None:
+    _launcher(marked).kill()
+    deadline = time.monotonic() + 60
+    while marked.processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
+    """Nobody sends them a signal; they would train on for ever, on devices that the next job wants."""
+    run = tmp_path / "run"
+    ended = _interrupted(run, _without_a_launcher)
+    assert ended.returncode == -signal.SIGKILL and not ended.left, ended
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["interrupted"] == "SIGTERM" and "the launcher is gone" in ended.stderr, ended
+    assert complete_checkpoints(run / "checkpoints")[-1][0] == summary["steps"]
+    assert not (run / "swap").exists()
+
+
+def _stopped(marked: Marked) -> None:
+    marked.processes(ranks=True)[1].send_signal(signal.SIGSTOP)
+
+
+def _stopped_then_all(signum: int) -> Callable[[Marked], None]:
+    def send(marked: Marked) -> None:
+        _stopped(marked)
+        time.sleep(1.0)
+        for process in marked.processes():
+            process.send_signal(signum)
+
+    return send
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("send", [_stopped, _stopped_then_all(signal.SIGINT), _stopped_then_all(signal.SIGTERM)])
+def test_a_rank_that_stands_still_is_named_and_killed(tmp_path: Path, send: Callable[[Marked], None]) -> None:
+    """The others end after their timeout; the launcher gives what is left thirty seconds."""
+    run = tmp_path / "run"
+    ended = _interrupted(run, send, "parallel.timeout=6")
+    assert ended.returncode != 0 and not ended.left, ended
+    assert "rank 1 did not come within parallel.timeout = 6 s" in ended.stderr, ended
+    assert not (run / "swap").exists() or not list((run / "swap").iterdir())
