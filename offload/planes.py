@@ -78,11 +78,14 @@ class Plane:
         zero: bool = True,
         base: int = 0,
     ) -> None:
-        self.memory, self.spec, self.base, self.end, self.tier = memory, spec, base, end, tier
+        self.memory, self.spec, self.base, self.end = memory, spec, base, end
         self.kind, self.what = kind, what
         self.tensor: Tensor | None = None
         self.extent: Extent | None = None
         entries = self.entries(base, end)
+        if tier is Tier.NVME and not entries:
+            tier = Tier.HOST  # a rank whose shares are all empty has no swap file
+        self.tier = tier
         if tier is Tier.NVME:
             self.extent = self.store.allocate(entries * spec.dtype.itemsize, what, kind=kind)
         elif tier is Tier.HOST:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,7 @@ def check(
     blocks: Callable[[nn.Module], object] | None = None,
     clip: float | None = None,
     wrap: list[str] | str = "auto",
+    states_on: str | None = None,
 ) -> None:
     """Trains with engine and reference, and compares all states and losses."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -89,7 +91,7 @@ def check(
     twin = RankReference(model(), policy, loss=loss)
     if blocks is not None:
         blocks(mine)
-    case = placed("cpu", on_tier, dtype=dtype)
+    case = dataclasses.replace(placed("cpu", on_tier, dtype=dtype), optimizer=states_on or on_tier)
     sections = {
         "parallel": {"stage": stage, "timeout": 120.0},
         "schedule": {"micro_batch_order": "batch_major"},
@@ -138,13 +140,18 @@ class Tiny(nn.Module):
         return x * self.scale + self.nothing.sum()
 
 
-def tiny(stage: int, folder: Path) -> None:
-    check(Tiny, stage, folder, lambda rank, k, generator: (torch.randn(3, generator=generator),))
+def tiny(stage: int, folder: Path, states_on: str) -> None:
+    def make(rank: int, k: int, generator: torch.Generator) -> tuple[Tensor]:
+        return (torch.randn(3, generator=generator),)
+
+    check(Tiny, stage, folder, make, states_on=states_on)
 
 
 @stages
-def test_more_ranks_than_elements(stage: int, pool_of: PoolOf, tmp_path: Path) -> None:
-    pool_of(3).run(tiny, stage, tmp_path)
+@pytest.mark.parametrize("states_on", ["host", "nvme"])
+def test_more_ranks_than_elements(stage: int, states_on: str, pool_of: PoolOf, tmp_path: Path) -> None:
+    """A rank without any states has no swap file, though states were to rest on one."""
+    pool_of(3).run(tiny, stage, tmp_path, states_on)
 
 
 def summed(model: Any, ids: Tensor) -> tuple[Tensor, int]:
