@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-MAPPING = HERE / "models" / "README.md"
+MAPPINGS = [HERE / "models" / "README.md", HERE / "ranks" / "README.md"]
 NAMES = HERE.parent / "offload" / "bench" / "architectures.py"
 """Where models that some tests are parametrized with have their names."""
 FILE = r"(?:[a-z_]+/)?test_[a-z_]+\.py"
@@ -37,12 +37,12 @@ def referenced(text: str) -> list[tuple[str, str | None, str | None]]:
     return found
 
 
-REFERENCES = sorted(set(referenced(MAPPING.read_text())), key=str)
+REFERENCES = sorted({(m.parent.name, *found) for m in MAPPINGS for found in referenced(m.read_text())}, key=str)
 
 
-@pytest.mark.parametrize(("file", "test", "parameter"), REFERENCES, ids=lambda value: str(value))
-def test_what_a_mapping_names_exists(file: str, test: str | None, parameter: str | None) -> None:
-    path = next((p for p in (HERE / file, MAPPING.parent / file) if p.is_file()), None)
+@pytest.mark.parametrize(("folder", "file", "test", "parameter"), REFERENCES, ids=lambda value: str(value))
+def test_what_a_mapping_names_exists(folder: str, file: str, test: str | None, parameter: str | None) -> None:
+    path = next((p for p in (HERE / file, HERE / folder / file) if p.is_file()), None)
     assert path is not None
     text = path.read_text() + NAMES.read_text()
     if test is not None:
@@ -54,4 +54,4 @@ def test_what_a_mapping_names_exists(file: str, test: str | None, parameter: str
 def test_references_are_found() -> None:
     text = "| 1 | `models/test_a.py::test_one[two words]`, `test_three`, not `offload/step.py` or `empty_init` |"
     assert referenced(text) == [("models/test_a.py", "test_one", "two words"), ("models/test_a.py", "test_three", None)]
-    assert len(REFERENCES) > 60
+    assert len(REFERENCES) > 100

@@ -147,8 +147,15 @@ def tiny(stage: int, folder: Path, states_on: str) -> None:
     check(Tiny, stage, folder, make, states_on=states_on)
 
 
-@stages
-@pytest.mark.parametrize("states_on", ["host", "nvme"])
+@pytest.mark.parametrize(
+    ("stage", "states_on"),
+    [
+        *((stage, "host") for stage in (0, 2, 3)),
+        (3, "nvme"),
+        *(pytest.param(stage, "nvme", marks=ACCEPTANCE) for stage in (0, 1, 2)),
+        pytest.param(1, "host", marks=ACCEPTANCE),
+    ],
+)
 def test_more_ranks_than_elements(stage: int, states_on: str, pool_of: PoolOf, tmp_path: Path) -> None:
     """A rank without any states has no swap file, though states were to rest on one."""
     pool_of(3).run(tiny, stage, tmp_path, states_on)
