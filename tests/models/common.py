@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import offload
+from swap import FaultPlan
 from tests.engine.binding_models import Pair, assert_same
 from tests.engine.common import (
     HYPER,
@@ -162,9 +163,10 @@ class Duo(Pair):
         *,
         engine_groups: Any = None,
         given: nn.Module | None = None,
+        faults: FaultPlan | None = None,
         **sections: Any,
     ) -> None:
-        """`given`: what the engine gets, where that is not a copy of `model`."""
+        """`given`: what the engine gets, where that is not a copy of `model`. `faults` are those of its disk."""
         precision = sections.get("precision", {})
         dtype = precision.get("compute_dtype", "auto" if case.dtype == "fp32" else case.dtype)
         clip = sections.get("max_grad_norm")
@@ -172,7 +174,7 @@ class Duo(Pair):
         ours = copy.deepcopy(model) if given is None else given
         config = config_of(case, folder, **{"max_grad_norm": None, **sections})
         groups = None if engine_groups is None else engine_groups(ours)
-        self.engine = offload.initialize(ours, config, param_groups=groups)
+        self.engine = offload.initialize(ours, config, param_groups=groups, faults=faults)
         self.engine._memory.device.delay = case.delay if case.device == "sim" else 0
         plain_groups = None if engine_groups is None else engine_groups(model)
         self.reference = Plain(
