@@ -6,6 +6,7 @@ decay, no ageing of its moments.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.engine.binding_models import WIDTH, Block, Stack, inputs, square
 from tests.engine.common import Case
-from tests.models.common import cover, duo
+from tests.models.common import PLACES, cover, duo
 
 IDS = torch.tensor([[1, 5, 2, 9], [0, 3, 3, 8]])
 
@@ -141,6 +142,51 @@ def test_parts_that_come_and_go(kind: str, case: Case, swap_folder: Path) -> Non
             pair.backward(lambda model, whole=whole: loss(model, whole))
             pair.step()
         assert dict(pair.engine.named_full_states())["blocks.1.up.weight"]["step"] == 3
+
+
+class Turns(nn.Module):
+    """Small parameters side by side, and two large ones; a call names those that it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.small = nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(5)])
+        self.large = nn.ParameterList([nn.Parameter(torch.randn(96, 128) * 0.1) for _ in range(2)])
+
+    def forward(self, small: str, large: str = "") -> Tensor:
+        total = sum((self.small[int(i)] * (1 + int(i))).square().sum() for i in small)
+        return total + sum((self.large[int(i)] @ self.large[int(i)].t()).square().sum() for i in large)
+
+
+def in_turns(blocks: Any, *uses: str) -> Tensor:
+    return sum(block(*uses) for block in blocks)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("kind", "case"), cover(["one after another", "around"], share=3))
+def test_neighbours_get_their_gradients_in_other_backwards(kind: str, case: Case, swap_folder: Path) -> None:
+    """Gradients that come later are not moved over those between them."""
+    turns = {"one after another": ("13", "024"), "around": ("2", "13", "04", "01234")}[kind]
+    with duo(nn.Sequential(Turns(), Turns()), case, swap_folder, max_grad_norm=0.5) as pair:
+        for _ in range(2):
+            for small in turns:
+                pair.backward(lambda model, small=small: in_turns(model, small))
+            pair.step()
+
+
+@pytest.mark.parametrize("case", [PLACES[2], PLACES[4], PLACES[5]], ids=str)
+def test_large_neighbours_are_updated_in_turns(case: Case, swap_folder: Path) -> None:
+    """A unit of several chunks, of which a step updates some: all of them are there in the next forward."""
+    chunks = dataclasses.replace(case, chunk=4096)
+    with duo(nn.Sequential(Turns(), Turns()), chunks, swap_folder, schedule={"optimizer_step": "deferred"}) as pair:
+        for small, large in (("0", "0"), ("1", "01"), ("", "1"), ("2", "01"), ("234", ""), ("0", "01")):
+            for model in (pair.offloaded, pair.plain):
+                in_turns(model, small, large).backward()
+            pair.engine.step()
+            pair.reference.collect()
+            pair.reference.step()
+            with torch.no_grad():
+                pair.both(lambda model: in_turns(model, "01234", "01"))
+        pair.states_equal()
 
 
 @pytest.mark.parametrize(("value", "case"), cover([0.0]))

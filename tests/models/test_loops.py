@@ -124,6 +124,31 @@ def test_the_commonest_loop(case: Case, swap_folder: Path) -> None:
             pair.nothing_resident()
 
 
+def three_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Blocks, head and biases: nothing in common."""
+    blocks = [p for name, p in model.named_parameters() if "blocks" in name and p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return [
+        {"params": blocks, "lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1},
+        {"params": [model.get_parameter("head.weight")], "lr": 5e-3, "betas": (0.8, 0.95), "eps": 1e-4},
+        {"params": biases, "lr": 2e-2, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.0},
+    ]
+
+
+@everywhere
+def test_each_parameter_follows_its_group(case: Case, swap_folder: Path) -> None:
+    """All hyperparameters differ, and one group's change between steps."""
+    with duo(Stack(2), case, swap_folder, engine_groups=three_groups) as pair:
+        for step in range(4):
+            pair.backward(square(inputs(seed=step)))
+            pair.step()
+            shadow = pair.reference.shadow.optimizer
+            for optimizer in (pair.engine.optimizer, pair.reference.optimizer, shadow):
+                group = optimizer.param_groups[1]
+                assert len(group["params"]) == 1
+                group.update(lr=1e-2 / (1 + step), betas=(0.7, 0.9), eps=1e-5, weight_decay=0.05 * step)
+
+
 @pytest.mark.parametrize(("scale", "case"), cover([2.0**10]))
 def test_the_scaler_of_torch(scale: float, case: Case, swap_folder: Path) -> None:
     """`torch.amp.GradScaler` around the optimizer: unscaled gradients are stepped with, infinite ones are not."""

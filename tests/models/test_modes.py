@@ -147,6 +147,19 @@ def test_generation_of_transformers(cache: str, case: Case, swap_folder: Path) -
             pair.nothing_resident()
 
 
+@pytest.mark.parametrize(("context", "case"), cover(["inference_mode", "no_grad"], share=3))
+def test_a_part_of_the_model_under_inference(context: str, case: Case, swap_folder: Path) -> None:
+    """What was loaded ahead for the next block meanwhile serves a training step."""
+    with duo(Stack(4), case, swap_folder) as pair:
+        pair.train(square(inputs()), steps=1)
+        for count in (1, 2, 3):
+            with getattr(torch, context)():
+                for index in range(count):
+                    pair.both(lambda model, index=index: model.blocks[index](inputs()))
+                pair.both(lambda model: model.head.weight * 1.0)
+            pair.train(square(inputs()), steps=1)
+
+
 @pytest.mark.parametrize(("kind", "case"), cover(["forward", "backward", "step"], share=2))
 def test_exceptions_leave_nothing_resident(kind: str, case: Case, swap_folder: Path) -> None:
     with duo(Stack(4), case, swap_folder) as pair:

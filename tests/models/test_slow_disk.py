@@ -1,6 +1,6 @@
 """Writes that take long, and reads that overtake them: nothing is read before it is written.
 
-Everything is on nvme. Compared with `torch.equal`: the times that transfers take change no number.
+Compared with `torch.equal`: the times that transfers take change no number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from tests.engine.common import Case, placed
 from tests.models.common import Duo, duo
 
 WIDE = 96
-PLACES = [placed("cpu", "nvme"), placed("sim", "nvme"), placed("cpu", "nvme", engine="aiofiles", chunk=4096)]
+PLACES = {
+    "cpu": placed("cpu", "nvme"),
+    "sim": placed("sim", "nvme"),
+    "gradients on the host": Case(gradients="host", engine="aiofiles", chunk=4096),
+}
+RUNS = [
+    pytest.param(place, schedule, marks=[pytest.mark.acceptance] * (schedule == "barrier"))
+    for place in PLACES
+    for schedule in ("deferred", "barrier")
+]
 
 
 def wide() -> Stack:
@@ -77,13 +86,36 @@ def written(pair: Duo) -> None:
     pair.backward(loss(6))
 
 
-FLOWS = {flow.__name__: flow for flow in (sums, read_at_once, forgotten, edited, written)}
+def steps_in_a_row(pair: Duo) -> None:
+    """The second step reads the states that the first is writing."""
+    pair.backward(loss(7))
+    pair.engine.step()
+    pair.reference.step()
+    for model in (pair.offloaded, pair.plain):
+        for name, parameter in reversed(list(model.named_parameters())):  # what is used next is written last
+            if model is pair.offloaded:
+                parameter.grad = torch.ones(parameter.shape)
+            else:
+                pair.reference.gradients[name] = torch.ones(parameter.numel()), 1
 
 
-@pytest.mark.parametrize("schedule", ["barrier", "deferred"])
-@pytest.mark.parametrize("case", PLACES, ids=["cpu", "sim", "aiofiles"])
-def test_nothing_is_read_before_it_is_written(case: Case, schedule: str, swap_folder: Path) -> None:
-    faults = FaultPlan(seed=1).delay(4e-3, operation="write")
+def used_at_once(pair: Duo) -> None:
+    """A unit is used twice while its update is being written: the second time it comes from the disk."""
+    steps_in_a_row(pair)
+    pair.engine.step()
+    pair.reference.step()
+    for _ in range(3):
+        pair.both(lambda model: model(inputs(4, WIDE)).detach())
+    pair.backward(loss(8))
+
+
+FLOWS = {flow.__name__: flow for flow in (sums, read_at_once, forgotten, edited, written, steps_in_a_row, used_at_once)}
+
+
+@pytest.mark.parametrize(("place", "schedule"), RUNS)
+def test_nothing_is_read_before_it_is_written(place: str, schedule: str, swap_folder: Path) -> None:
+    case = PLACES[place]
+    faults = FaultPlan(seed=1).delay(1e-2, operation="write")
     sections: dict[str, Any] = {"schedule": {"optimizer_step": schedule}, "max_grad_norm": 0.5}
     with duo(wide(), case, swap_folder, faults=faults, **sections) as pair:
         for flow in FLOWS.values():
