@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,6 +25,8 @@ from offload.tiers import TierMemory
 if TYPE_CHECKING:
     from offload.parallel.cluster import Cluster
 
+log = logging.getLogger("offload")
+
 KINDS = ("weight", "parameter", "exp_avg", "exp_avg_sq", "grad")
 
 
@@ -42,6 +45,7 @@ class StateAccess(ABC):
     _step_queue: SlotQueue
     _clip_factor: float
     _cluster: Cluster | None = None
+    _said_hidden = False
     gradient_round = 0
     """Grows whenever all gradients are let go."""
 
@@ -96,9 +100,10 @@ class StateAccess(ABC):
 
         With `modify`, what is written to them (also through `.data`) becomes their value; elements that did not change
         keep the low bits of their fp32 master. Without it ordinary operations in place are kept too, but what is
-        written through `.data` may be lost. All of them must fit memory.device at once.
+        written through `.data` may be lost. All of them must fit memory.device at once. Gradients do not show within.
         """
         self._check("gathered was called")
+        self._say_gradients_are_hidden()
         if modify:
             self._before_edit()
         records = self._select(params)
@@ -111,6 +116,15 @@ class StateAccess(ABC):
                     self._binding.weights_changed(records, in_place=True)
                     for unit in units:
                         self._residency.keep_writes(unit)
+
+    def _say_gradients_are_hidden(self) -> None:
+        if self._said_hidden or self._cluster is not None or not self._held():
+            return
+        self._said_hidden = True
+        log.warning(
+            "engine.gathered() between a backward and its step: parameters are plain within it, so their .grad is None "
+            "there; clip and edit gradients outside"
+        )
 
     def _select(self, params: Any) -> list[ParameterRecord]:
         if params is None:

@@ -44,8 +44,10 @@ def engine_for(model: nn.Module, case: Case, folder: Path, **options: Any) -> An
     return running(model, case, folder, **options)
 
 
-def train(engine: offload.Engine, first: int, last: int, *, accumulate: int = 1) -> list[tuple[float, str]]:
-    """Steps `first` to `last` with dropout on the global generators; norms as text, since fp16 may overflow to nan."""
+def train(engine: offload.Engine, first: int, last: int, *, accumulate: int = 1) -> list[tuple[float, str, float]]:
+    """Steps `first` to `last` with dropout on the global generators: losses, norms (as text, since fp16 may overflow to
+    nan) and loss scales, which change no bits as long as nothing overflows.
+    """
     record = []
     for step in range(first, last):
         total = 0.0
@@ -53,7 +55,8 @@ def train(engine: offload.Engine, first: int, last: int, *, accumulate: int = 1)
             loss = engine(ids, labels=ids).loss
             engine.backward(loss)
             total += float(loss.detach())
-        record.append((total, str(engine.step().grad_norm)))
+        result = engine.step()
+        record.append((total, str(result.grad_norm), result.loss_scale))
     return record
 
 
@@ -125,6 +128,28 @@ def straight_equals_resumed(tmp_path: Path, row: dict[str, Any], half: int) -> N
         assert found == expected
         assert_states_equal(states_of(engine), states)
         assert engine.counters()["steps"] + engine.counters()["skipped_steps"] == 2 * half
+
+
+def test_groups_in_another_order(tmp_path: Path) -> None:
+    """Options and what the scheduler has for each group go with the parameters."""
+    case = Case(parameters="host", gradients="host", optimizer="host")
+    by_order: list[Any] = [two_groups, lambda model: two_groups(model)[::-1]]
+    with engine_for(decoder(), case, tmp_path) as engine:
+        train(engine, 0, 3)
+        engine.save_checkpoint(tmp_path / "ck")
+        expected = train(engine, 3, 8)
+        states = states_of(engine)
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+    for number, order in enumerate(by_order):
+        other = decoder(seed=9)
+        groups = order(other)
+        groups[0]["lr"] = 0.5  # another start
+        with engine_for(other, case, tmp_path, param_groups=groups) as engine:
+            engine.load_checkpoint(tmp_path / "ck")
+            assert train(engine, 3, 8) == expected
+            found = [group["lr"] for group in engine.optimizer.param_groups]
+            assert found == (rates if number == 0 else rates[::-1])
+            assert_states_equal(states_of(engine), states)
 
 
 def test_a_partial_accumulation_is_dropped_and_replayed(tmp_path: Path) -> None:

@@ -157,6 +157,20 @@ def test_a_gradient_that_was_let_go_says_so(how: str, swap_folder: Path) -> None
         old.clone()
 
 
+def test_that_gradients_do_not_show_in_gathered_is_said_once(
+    swap_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(Stack(2), NVME[0], swap_folder) as engine:
+        with engine.gathered():
+            assert not caplog.records
+        engine.backward(engine(inputs()).square().sum())
+        for _ in range(2):
+            with engine.gathered():
+                assert engine.module.get_parameter(NAME).grad is None
+        said = [r.getMessage() for r in caplog.records if "gathered" in r.getMessage()]
+        assert len(said) == 1 and ".grad is None" in said[0]
+
+
 def test_later_contributions_show(swap_folder: Path) -> None:
     with running(Stack(2), NVME[0], swap_folder) as engine:
         engine.backward(engine(inputs()).square().sum())

@@ -132,6 +132,27 @@ def test_clipping_by_hand_with_replicas(stage: int, pool_of: PoolOf, tmp_path: P
     pool_of(4).run(clipped_by_hand, tmp_path, stage)
 
 
+def clipped_by_torch(folder: Path, stage: int) -> None:
+    """torch's own function reads and writes reduced gradients wherever their parts rest."""
+    rank = dist.get_rank()
+    twin = decoder()
+    with engine_of(folder, stage) as engine:
+        for step in range(2):
+            engine.backward(loss_of(engine, token_batches(2, seed=step)[rank]))
+            for name, p in twin.named_parameters():
+                p.grad = engine.get_full(name, "grad")
+            norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (engine.module, twin)]
+            assert torch.equal(*norms)
+            for name, p in twin.named_parameters():
+                assert torch.equal(engine.get_full(name, "grad"), p.grad), name
+            assert engine.step().stepped
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=ACCEPTANCE), pytest.param(2, marks=ACCEPTANCE), 3])
+def test_clipping_by_torch(stage: int, pool_of: PoolOf, tmp_path: Path) -> None:
+    pool_of(2).run(clipped_by_torch, tmp_path, stage)
+
+
 def counted_on_one(folder: Path, schedule: str) -> None:
     rank = dist.get_rank()
     options: dict[str, Any] = {"optimizer": {"check_finite": False}, "parallel": {"stage": 3, "place_ranks": False}}
