@@ -33,7 +33,7 @@ from offload.initialization import InitFn
 from offload.lifecycle import TRANSITIONS, Status
 from offload.optimizer import EngineOptimizer, configured_scheduler, make_scheduler
 from offload.parallel.exits import is_failure
-from offload.parallel.together import Together, open_ranks
+from offload.parallel.together import Together, announced, open_ranks
 from offload.parameters import ParameterRecord
 from offload.planes import Loader, SlotQueue
 from offload.residency import Residency, Unit
@@ -684,13 +684,11 @@ def initialize(
         ConfigError, PlanError, UnsupportedModelError, SwapPathError, BudgetError: all `ValueError`s, before anything
         large is allocated.
     """
-    resolved = load_config(dict(config) if isinstance(config, Mapping) else config)
-    groups = None if param_groups is None else list(param_groups)
-    if lr_scheduler is None:
-        lr_scheduler = configured_scheduler(resolved)
-    if weights is None:
-        weights = resolved.model.weights
-    source = open_weights(weights, model)
+    with announced():
+        resolved = load_config(dict(config) if isinstance(config, Mapping) else config)
+        groups = None if param_groups is None else list(param_groups)
+        lr_scheduler = configured_scheduler(resolved) if lr_scheduler is None else lr_scheduler
+        source = open_weights(resolved.model.weights if weights is None else weights, model)
     try:
         blueprint = draw_up(model, resolved, groups, init_fn, source, open_ranks(resolved))
         return Engine(blueprint, lr_scheduler=lr_scheduler, faults=faults)

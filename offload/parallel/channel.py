@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from offload.errors import ParallelError
 from offload.parallel.collectives import Allocate, Collectives, RankGoneError
 from offload.parallel.ranks import Ranks
-from offload.parallel.stalls import SAME_NUMBER, Stall, contradiction, say, unsay, whereabouts
+from offload.parallel.stalls import Stall, contradiction, say, unsay, whereabouts, why_closed
 from swap.tickets import fresh
 
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class Channel:
             self._ranks.report_failure(TimeoutError(f"{what}: {missing}{there}"))
         reason = f"no rank has said why ({limit})" if first is None else f"the first failure was on {first}"
         if first is None and self._ranks.is_closed(rank):
-            reason = f"it has closed its engine: {SAME_NUMBER}"
+            reason = why_closed(what)
         named = ParallelError(f"{what}: {missing} ({text[:200]}){there}; {reason}")
         error.__cause__, error.__suppress_context__ = None, True  # the transport's own words are in it
         named.__cause__ = error.with_traceback(None)

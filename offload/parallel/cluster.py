@@ -16,7 +16,7 @@ from offload.parallel.gather import Gathering
 from offload.parallel.kept import GATHER, REDUCTION, SECONDARY
 from offload.parallel.ranks import Ranks
 from offload.parallel.reduction import Reduction
-from offload.parallel.stalls import CHANNELS
+from offload.parallel.stalls import CHANNELS, READS
 from offload.parameters import ParameterRecord
 from offload.residency import Phase, Residency, Unit
 from offload.state import FlatState
@@ -169,7 +169,7 @@ class Cluster:
             for rank, (start, stop) in enumerate(parts):
                 out[start:stop].copy_(everything[rank * size :][: stop - start])
 
-        self.ask(f"read {record.name}", exchange, group="shard")
+        self.ask(f"{READS}{record.name}", exchange, group="shard")
 
     def _part(self, state: FlatState, slot: Slot, rank: int) -> tuple[int, int]:
         """The elements of a parameter that a rank of the shard group owns."""

@@ -111,3 +111,13 @@ def await_server(timeout: float) -> None:
         f"(parallel.timeout = {timeout:g} s): the launcher or rank 0, which serves the job's store there, is gone or "
         "has not come"
     )
+
+
+def answers() -> bool:
+    """Whether something does so already, where a launcher has said that the job's store is."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    try:
+        with socket.create_connection((host or "", int(port)), timeout=1.0):
+            return True
+    except (OSError, ValueError):
+        return False

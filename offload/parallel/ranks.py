@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from offload.errors import ParallelError
 from offload.parallel.counters import Counters
 from offload.parallel.lines import Address, Lines, listening
-from offload.parallel.meeting import AbsentError, Meeting, await_server
+from offload.parallel.meeting import AbsentError, Meeting, answers, await_server
 from offload.parallel.reach import Reach
 
 _PREFIX = "offload"
@@ -34,6 +34,10 @@ _REACH = 5.0  # seconds in which the store has to answer
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     value = environ.get(name, "")
     return int(value) if value.isdigit() else default
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def grid(world: int, shard_size: int | None, replicate_size: int | None) -> tuple[int, int]:
@@ -195,6 +199,30 @@ class Ranks:
         dist.init_process_group(backend, store=keys, rank=rank, world_size=world, timeout=timeout)
         return before
 
+    @classmethod
+    def announce(cls, error: BaseException) -> None:
+        """Tells ranks that wait for this one to open its `Ranks` that it does not, and why. It may try again: all that
+        have failed alike then meet as they would have now.
+        """
+        said = f"rank {_number(os.environ, 'RANK', 0)}: {_in_one_line(error)}"
+        if dist.is_available() and dist.is_initialized():
+            common = dist.distributed_c10d.PrefixStore(_PREFIX, dist.distributed_c10d._get_default_store())
+            said = f"rank {dist.get_rank()}: {_in_one_line(error)}"
+            keys = dist.distributed_c10d.PrefixStore(str(common.add(f"opened/{dist.get_rank()}", 1)), common)
+        else:
+            found = cls._served
+            if found is None:
+                if not answers():
+                    return
+                found = next(rendezvous("env://", timeout=timedelta(seconds=_REACH)))[0]
+            cls._inits += 1
+            keys = dist.distributed_c10d.PrefixStore(f"{_PREFIX}/group{cls._inits}", found)
+        reach = Reach(keys, _REACH)
+        try:
+            reach.call(lambda store: store.compare_set(_FAILURE, "", said))
+        finally:
+            reach.close()
+
     def _host_group(self, timeout: float) -> Any:
         """The group whose messages carry host tensors."""
         if self._owned and "gloo" in str(dist.get_backend_config()):
@@ -262,7 +290,7 @@ class Ranks:
         """Tells the others that this rank fails, unless another one has failed before."""
         if self.closed or isinstance(error, ParallelError) or self.first_failure() is not None:
             return
-        said = f"rank {self.rank}: {type(error).__name__}: {' '.join(str(error).split())}"
+        said = f"rank {self.rank}: {_in_one_line(error)}"
         self._reach.call(lambda store: store.compare_set(_FAILURE, "", said))  # of several at once, one is the first
 
     def first_failure(self) -> str | None:

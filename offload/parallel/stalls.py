@@ -17,12 +17,18 @@ from offload.parallel.ranks import Ranks
 
 GATHERS = "gather the weights of "
 """How the names of operations begin that a forward or a backward waits for."""
+READS = "read "
+"""How those begin that read a parameter's whole value."""
 CHANNELS = ("gather", "reduce", "vote")
 """Those whose operations a program waits for itself."""
 _ADVICE = "all ranks have to use the same modules and call the engine in the same order"
 _GATHERS = (
     "; in stage 3 every forward gathers weights, in evaluation and generation too: give all ranks the same number of "
     "forwards, or have all of them enter engine.gathered() around those that differ"
+)
+_READS = (
+    "; what is divided is read by all ranks together: call state_dict(), save_pretrained(), get_full() and their like "
+    "on all of them, and write the result on one"
 )
 SAME_NUMBER = (
     "all ranks need the same number of batches and steps, in stage 3 of forwards too, also in evaluation and "
@@ -72,7 +78,14 @@ def contradiction(ranks: Ranks, channel: str, own: Stall) -> str | None:
 
 
 def _advice(*stalls: Stall) -> str:
+    if any(stall.what.startswith(READS) for stall in stalls):
+        return _ADVICE + _READS
     return _ADVICE + (_GATHERS if any(stall.what.startswith(GATHERS) for stall in stalls) else "")
+
+
+def why_closed(what: str) -> str:
+    """Why a rank that has closed its engine may be missed in an operation."""
+    return f"it has closed its engine: {SAME_NUMBER}{_READS if what.startswith(READS) else ''}"
 
 
 def _circle(ranks: Ranks, channel: str, own: Stall) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.batches import BatchTraining
+from offload.errors import ParallelError
 from offload.parallel.alike import check_alike, group_values, settings_of
 from offload.parallel.exits import watch
 from offload.parallel.job import launched_ranks
@@ -41,27 +42,45 @@ def open_ranks(config: Config) -> Ranks | None:
     Raises:
         ValueError: sizes of groups that do not make up the number of ranks.
     """
-    parallel = config.parallel
+    with announced():
+        shard_size, replicate_size = _sizes(config.parallel)
+        check_settings(config.parallel, shard_size, replicate_size)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    shard_size = None if parallel.shard_size == "auto" else parallel.shard_size
-    if shard_size is None and parallel.replicate_size == "auto" and parallel.within_machine:
-        local = os.environ.get("LOCAL_WORLD_SIZE", "")
-        shard_size = int(local) if local.isdigit() else None
-    replicate_size = None if parallel.replicate_size == "auto" else parallel.replicate_size
-    check_settings(parallel, shard_size, replicate_size)
     ranks = Ranks.open(
         shard_size=shard_size,
         replicate_size=replicate_size,
-        timeout=parallel.timeout,
+        timeout=config.parallel.timeout,
         device_kind=device,
     )
     if ranks is not None:
         ranks.on_close.append(watch(ranks))
-        if parallel.place_ranks:
+        if config.parallel.place_ranks:
             ranks.on_close.append(place(ranks.local_rank, ranks.local_world))
     return ranks
+
+
+def _sizes(parallel: ParallelConfig) -> tuple[int | None, int | None]:
+    """`shard_size` and `replicate_size` as far as they are set."""
+    shard_size = None if parallel.shard_size == "auto" else parallel.shard_size
+    if shard_size is None and parallel.replicate_size == "auto" and parallel.within_machine:
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        shard_size = int(local) if local.isdigit() else None
+    return shard_size, None if parallel.replicate_size == "auto" else parallel.replicate_size
+
+
+@contextmanager
+def announced() -> Iterator[None]:
+    """Around what comes before ranks meet: an exception is told to those that wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        there = dist.is_available() and dist.is_initialized()
+        if (dist.get_world_size() if there else launched_ranks()) > 1 and not isinstance(error, ParallelError):
+            with suppress(Exception):
+                Ranks.announce(error)
+        raise
 
 
 def check_settings(parallel: ParallelConfig, shard_size: int | None, replicate_size: int | None) -> None:

@@ -277,3 +277,28 @@ def test_why_a_rank_does_not_begin_is_said_on_the_others(what: str, said: str, p
     assert first.kind == "ParallelError" and f"the first failure was on rank 1: {said}" in first.message, first
     assert second.kind == said.partition(":")[0], second
     assert not first.left and not second.left
+
+
+def does_not_come(folder: Path, what: str) -> list[str]:
+    """Rank 1 is refused before it meets the others: twice, then all begin."""
+    said = []
+    for attempt in range(3):
+        config = config_of(placed("cpu", "host"), own_folder(folder), parallel={"stage": 3, "timeout": 60.0})
+        options: dict[str, Any] = {}
+        if attempt < 2 and (what == "all" or dist.get_rank() == 1):
+            config["parallel"] |= {"stages": 3} if attempt == 0 else {"shard_size": 5}
+        try:
+            offload.initialize(decoder(), config, **options).close()
+        except (ValueError, ParallelError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("what", ["one", "all"])
+def test_a_rank_that_is_refused_before_it_meets_the_others(what: str, pool_of: PoolOf, tmp_path: Path) -> None:
+    """They need not wait for it."""
+    outcomes = pool_of(2).outcomes(does_not_come, tmp_path, what)
+    assert all(len(o.value) == 2 and o.at < 50 for o in outcomes), outcomes
+    assert all("stages" in o.value[0] and "shard_size = 5" in o.value[1] for o in outcomes), outcomes
+    if what == "one":
+        assert all("another rank has failed; rank 1: " in text for text in outcomes[0].value)

@@ -208,10 +208,10 @@ def counted(limit: int | str, ahead: int, device: str, folder: Path) -> tuple[li
         channel = gathering._channel
         submit = channel.submit
 
-        def watched(what: str, job: Callable[[Any], Any], *, before: Callable[[], object] | None = None) -> Any:
+        def watched(what: str, job: Callable[[Any], Any], **options: Any) -> Any:
             nonlocal under_way, most
             if not what.startswith("gather"):
-                return submit(what, job, before=before)
+                return submit(what, job, **options)
             nbytes = job.args[1].nbytes  # type: ignore[attr-defined]
             with lock:
                 under_way += nbytes
@@ -223,7 +223,7 @@ def counted(limit: int | str, ahead: int, device: str, folder: Path) -> tuple[li
                 with lock:
                     under_way -= nbytes
 
-            return submit(what, counting, before=before)
+            return submit(what, counting, **options)
 
         channel.submit = watched  # type: ignore[method-assign]
         peaks = []

@@ -142,13 +142,13 @@ class Watch:
     def _watch(self, channel: Any) -> None:
         submit = channel.submit
 
-        def submitted(what: str, job: Callable[[Any], Any], *, before: Callable[[], object] | None = None) -> Any:
+        def submitted(what: str, job: Callable[[Any], Any], **options: Any) -> Any:
             def looking(collectives: Any) -> Any:
                 result = job(collectives)
                 self.look()
                 return result
 
-            return submit(what, looking, before=before)
+            return submit(what, looking, **options)
 
         channel.submit = submitted
 

@@ -44,13 +44,13 @@ class Ended:
     def listen(self, channel: Any) -> None:
         submit = channel.submit
 
-        def submitted(what: str, job: Callable[[Any], Any], *, before: Callable[[], object] | None = None) -> Any:
+        def submitted(what: str, job: Callable[[Any], Any], **options: Any) -> Any:
             def noting(collectives: Any) -> Any:
                 result = job(collectives)
                 self.note(what)
                 return result
 
-            return submit(what, noting, before=before)
+            return submit(what, noting, **options)
 
         channel.submit = submitted
 
