@@ -191,7 +191,8 @@ def _attribute(kind: str, func: Any, args: Any) -> Any:
             return None  # module.to() with the device and dtype that it has already
         raise OffloadError(
             f"{record.name}: its memory belongs to the engine, so .to(), .half() and other changes of .data are "
-            "refused; set device and precision in the configuration, change values under engine.gathered(modify=True)"
+            "refused; set device and precision in the configuration, change values under engine.gathered(modify=True); "
+            "for another shape put a new module in its place and call engine.adopt()"
         )
     if attribute == "requires_grad" and kind == "__set__":
         return _set_requires_grad(parameter, bool(args[1]))

@@ -13,6 +13,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ class Duo(Pair):
             model,
             max_grad_norm=clip,
             dtype="fp32" if dtype == "auto" else dtype,
-            keep=precision.get("keep", ()),
+            keep=[n for n, _ in model.named_parameters() if any(fnmatchcase(n, k) for k in precision.get("keep", ()))],
             groups=plain_groups,
         )
 

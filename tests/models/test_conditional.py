@@ -123,6 +123,9 @@ def test_an_expert_without_tokens_is_not_updated(only: int, case: Case, swap_fol
             assert entry["step"] == (3 if used else 0)
             assert bool(entry["exp_avg"].any()) == used
             assert torch.equal(entry["parameter"], before[name]) != used
+        # As torch's: a parameter that was never updated has no state.
+        shadow = pair.reference.shadow.optimizer
+        assert pair.engine.optimizer.state_dict()["state"].keys() == shadow.state_dict()["state"].keys()
 
 
 @pytest.mark.parametrize(("kind", "case"), cover(["switched off later", "switched on later"]))
