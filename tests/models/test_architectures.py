@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from offload.bench import architectures as table
+from offload.randomness import seed_everything
 from tests.engine.common import Case
 from tests.models.common import PLACES, cover, duo, ordinarily
 
@@ -36,6 +38,65 @@ def test_training_and_generation(name: str, case: Case, swap_folder: Path) -> No
 @pytest.mark.parametrize(("name", "case"), cover(NAMES[::-1]))
 def test_gradient_checkpointing(name: str, case: Case, swap_folder: Path) -> None:
     run(name, "checkpointing", case, swap_folder)
+
+
+def micro_batches(name: str) -> list[dict[str, Any]]:
+    """Two micro-batches of keyword arguments."""
+    if name == "ViT":
+        pixels = torch.linspace(-1, 1, 4 * 3 * 16 * 16).view(2, 2, 3, 16, 16)
+        return [{"pixel_values": pixels[k], "labels": torch.tensor([k, 1])} for k in range(2)]
+    ids = [table.IDS, table.IDS.flip(1)]
+    return [{"input_ids": x} if name == "BERT" else {"input_ids": x, "labels": x} for x in ids]
+
+
+def loss_of(outputs: Any, _batch: Any) -> Any:
+    return outputs.last_hidden_state.square().mean() if getattr(outputs, "loss", None) is None else outputs.loss
+
+
+@pytest.mark.parametrize(("name", "case"), cover(NAMES))
+def test_micro_batches_unit_by_unit(name: str, case: Case, swap_folder: Path) -> None:
+    if "LoRA" in name:
+        pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = table.ARCHITECTURES[name][1]().train()
+    with duo(model, case, swap_folder, schedule={"micro_batch_order": "layer_major"}) as pair:
+        for step in range(2):
+            result = pair.engine.train_batch(micro_batches(name), loss_of)
+            total = 0.0
+            for index, batch in enumerate(micro_batches(name)):
+                seed_everything(pair.engine.config.seed, step, index)
+                loss = (
+                    loss_of(pair.plain(**batch, **({} if name in ("ViT", "BERT") else {"use_cache": False})), batch) / 2
+                )
+                pair.reference.backward(loss)
+                total += float(loss.detach())
+            pair.reference.step()
+            assert result.stepped and result.loss == total
+            pair.states_equal()
+            pair.nothing_resident()
+
+
+@ordinarily(2, 4)
+def test_adapters_are_merged_and_taken_out(case: Case, swap_folder: Path) -> None:
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+
+    def logits(model: Any) -> Any:
+        return model(input_ids=table.IDS).logits.detach()
+
+    with duo(table.lora(), case, swap_folder) as pair:
+        pair.train(table.loss_of, steps=1)
+        for change in ("merge_adapter", "unmerge_adapter"):
+            with pair.engine.gathered(modify=True):
+                getattr(pair.offloaded, change)()
+            getattr(pair.plain, change)()
+            pair.both(logits)
+        pair.train(table.loss_of, steps=1)
+        with pair.engine.gathered(modify=True):
+            ours = pair.offloaded.merge_and_unload()
+        theirs = pair.plain.merge_and_unload()
+        assert pair.engine.adopt() == []
+        assert torch.equal(logits(ours), logits(theirs))
 
 
 @pytest.fixture

@@ -124,6 +124,28 @@ def test_the_commonest_loop(case: Case, swap_folder: Path) -> None:
             pair.nothing_resident()
 
 
+@pytest.mark.parametrize(("rho", "case"), cover([0.05], share=2))
+def test_gradients_at_perturbed_weights(rho: float, case: Case, swap_folder: Path) -> None:
+    """Weights go along the gradient, a second backward is made there, and they come back (sharpness-aware)."""
+    with duo(Stack(2), case, swap_folder) as pair:
+        for step in range(2):
+            loss = square(inputs(seed=step))
+            for model in (pair.offloaded, pair.plain):
+                loss(model).backward()
+                kept = []
+                with torch.no_grad():
+                    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+                    for p in model.parameters():
+                        kept.append(p.detach().clone())
+                        p.add_(p.grad, alpha=rho / float(norm))
+                model.zero_grad()
+                loss(model).backward()
+                with torch.no_grad():
+                    for p, value in zip(model.parameters(), kept, strict=True):
+                        p.copy_(value)
+            pair.step()
+
+
 def three_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Blocks, head and biases: nothing in common."""
     blocks = [p for name, p in model.named_parameters() if "blocks" in name and p.dim() > 1]

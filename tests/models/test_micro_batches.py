@@ -27,7 +27,7 @@ from tests.engine.common import (
     states_of,
     token_batches,
 )
-from tests.models.common import Duo, cover, duo, everywhere
+from tests.models.common import Duo, cover, duo, ordinarily
 from tests.models.test_conditional import Bare, Experts, Integers
 from tests.models.test_freeze_thaw import Late, grow, with_adapters
 from tests.models.test_modes import EPISODES, Interrupted
@@ -165,7 +165,7 @@ def test_micro_batches(scenario: tuple[str, str], case: Case, swap_folder: Path)
             batch_step(pair, make=make, loss_of=loss)
 
 
-@everywhere
+@ordinarily(2, 4)
 def test_evaluation_and_errors_between_steps(case: Case, swap_folder: Path) -> None:
     """The twin does only the training."""
     with duo(decoder(), case, swap_folder, schedule={"micro_batch_order": "layer_major"}) as pair:

@@ -24,8 +24,9 @@ PLACES = {
     "sim": placed("sim", "nvme"),
     "gradients on the host": Case(gradients="host", engine="aiofiles", chunk=4096),
 }
+ORDINARY = [("cpu", "deferred"), ("sim", "deferred")]
 RUNS = [
-    pytest.param(place, schedule, marks=[pytest.mark.acceptance] * (schedule == "barrier"))
+    pytest.param(place, schedule, marks=() if (place, schedule) in ORDINARY else pytest.mark.acceptance)
     for place in PLACES
     for schedule in ("deferred", "barrier")
 ]
