@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.engine.binding_models import Stack, inputs
-from tests.engine.common import Case, Reference, assert_states_equal, running, states_of
+from tests.engine.common import HYPER, Case, Reference, assert_states_equal, running, states_of
 from tests.models.common import PLACES, cover, everywhere
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -88,6 +88,25 @@ def test_a_poisoned_batch_among_good_ones_of_a_step(case: Case, swap_folder: Pat
         assert_states_equal(states_of(engine), before)
         engine.backward(loss_of(model, 0, "bf16"))
         assert engine.step().stepped
+
+
+@pytest.mark.parametrize(("dtype", "case"), cover(["fp16", "bf16"], share=2))
+def test_without_the_check(dtype: str, case: Case, swap_folder: Path) -> None:
+    """fp16 is checked even so, since the loss scale needs it; bf16 takes the gradient as torch does."""
+    model = Stack(2)
+    precision = {"compute_dtype": dtype, "initial_loss_scale": 64.0, "hysteresis": 1}
+    sections: dict[str, Any] = {"optimizer": {**HYPER, "check_finite": False}, "max_grad_norm": None}
+    with running(model, case, swap_folder, precision=precision, **sections) as engine:
+        before = states_of(engine)
+        engine.backward(loss_of(model, 0, dtype) * math.nan)
+        result = engine.step()
+        assert result.stepped == (dtype == "bf16")
+        if dtype == "fp16":
+            assert engine._scale == 32.0 and "blocks.0.up.weight" in result.skipped_reason
+            assert_states_equal(states_of(engine), before)
+        else:
+            assert result.skipped_reason is None
+            assert bool(torch.isnan(engine.get_full("head.weight")).all())
 
 
 def test_hysteresis_and_growth_of_the_loss_scale(swap_folder: Path) -> None:
