@@ -283,6 +283,9 @@ def test_wrong_groups_are_refused_before_anything_is_taken_over(
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_clip_grad_norm_is_torchs(device: str, tier: str, swap_folder: Path) -> None:
+    """Within 1e-5: torch sums squares in fp32 and rounds each clipped gradient, the engine sums in fp64 and keeps one
+    factor.
+    """
     model = decoder()
     theirs = copy.deepcopy(model)
     with running(model, placed(device, tier), swap_folder, max_grad_norm=None) as engine:
