@@ -123,3 +123,18 @@ def test_nothing_is_read_before_it_is_written(place: str, schedule: str, swap_fo
             flow(pair)
             pair.step()
         assert faults.injected["delay"] > 20
+
+
+def test_a_step_right_after_another_reads_what_that_wrote(swap_folder: Path) -> None:
+    """The states of a unit are on their way to the disk when its next update begins."""
+    faults = FaultPlan(seed=2).delay(3e-2, operation="write")
+    name = "blocks.0.up.weight"
+    case, sections = Case(gradients="host"), {"schedule": {"optimizer_step": "deferred"}}
+    with duo(Stack(1), case, swap_folder, faults=faults, **sections) as pair:
+        shape = pair.plain.get_parameter(name).shape
+        for number in range(4):
+            pair.offloaded.get_parameter(name).grad = torch.full(shape, 1.0 + number)
+            pair.reference.gradients[name] = torch.full((shape.numel(),), 1.0 + number), 1
+            pair.engine.step()
+            pair.reference.step()
+        pair.states_equal()
