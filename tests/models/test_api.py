@@ -279,8 +279,9 @@ def test_a_step_without_a_backward(swap_folder: Path) -> None:
 
 
 def test_a_deep_copy_for_an_average_keeps_its_values(swap_folder: Path) -> None:
-    with duo(Stack(2), PLACES[2], swap_folder) as pair:
+    with duo(Mixed(), PLACES[2], swap_folder) as pair:
         before = copy.deepcopy(pair.offloaded)
+        assert before.head.weight is before.copy_of_head.weight
         pair.train(square(inputs()))
         moved = dict(pair.engine.named_full_parameters())
         assert all(not torch.equal(p, moved[n]) for n, p in before.named_parameters())
