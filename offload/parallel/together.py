@@ -189,6 +189,9 @@ class Together(BatchTraining):
         if self._cluster is None:
             return
         values: dict[str, object] = {"its number": self._step_count, "the factor of gradients": grad_scale}
+        # A gradient that a rank does not have counts as zero, so one that trains less than others would not be seen.
+        frozen = sorted(name for name, record in self._trainable.items() if not record.parameter.requires_grad)
+        values["what was frozen"] = f"{len(frozen)} parameters, {', '.join(frozen[:3])}" if frozen else "nothing"
         for index, group in enumerate(self.optimizer.param_groups):
             values |= group_values(index, group)
         self._cluster.reduction.last_step = values

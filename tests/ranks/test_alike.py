@@ -235,6 +235,8 @@ def learns_otherwise(folder: Path, stage: int, how: str) -> None:
                 engine.optimizer.param_groups[0]["lr"] *= 0.5  # as a scheduler does that looks at this rank's own loss
             if how == "clip":
                 engine.clip_grad_norm_(0.1 * (1 + rank))
+            if how == "freeze" and rank == 1:
+                next(engine.module.parameters()).requires_grad_(False)
             engine.step()
 
 
@@ -244,6 +246,7 @@ def learns_otherwise(folder: Path, stage: int, how: str) -> None:
         (0, "lr", r"param_groups\[0\].lr: 0.003 on rank 0, 0.0015 on rank 1"),
         (3, "lr", r"param_groups\[0\].lr: 0.003 on rank 0, 0.0015 on rank 1"),
         (2, "clip", "the factor of gradients: "),
+        (1, "freeze", r"what was frozen: nothing on rank 0, 1 parameters, \S+ on rank 1"),
     ],
 )
 def test_steps_with_different_values_are_found(
