@@ -249,8 +249,9 @@ class Together(BatchTraining):
     @property
     def _sums_locally(self) -> bool:
         """Whether the micro-batches of a batch-major step are summed on each rank and reduced once."""
-        wanted = self.config.parallel.accumulate
-        return self._blueprint.division.stage < 3 if wanted == "auto" else wanted == "local"
+        wanted, stage = self.config.parallel.accumulate, self._blueprint.division.stage
+        # Stages 0 and 1 keep whole sums anyway, so each has one reduction a step, under eager as elsewhere.
+        return stage < 2 or (stage < 3 if wanted == "auto" else wanted == "local")
 
     @contextmanager
     def _as_one(self, *, layer_major: bool) -> Iterator[None]:

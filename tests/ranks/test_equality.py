@@ -80,6 +80,16 @@ def test_early_reductions_wait_for_gradients_on_their_way_to_the_disk(
     assert_equal(pool_of(2).run(slow, run, tmp_path)[0], expected_of(run))
 
 
+@pytest.mark.parametrize("schedule", ["barrier", "eager"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_micro_batches_that_are_to_be_reduced_one_by_one(
+    stage: int, schedule: str, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    """In stages 0 and 1 that says nothing, whenever units are updated."""
+    run = Run(world=2, stage=stage, schedule=schedule, clip=False, micro=3, accumulate="reduced")
+    check(run, pool_of(2), tmp_path)
+
+
 HYBRID = {**FEWER, "stage": [1, 2, 3], "parameters": ["host", "nvme"], "optimizer": ["host", "nvme"]}
 
 
