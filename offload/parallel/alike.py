@@ -59,7 +59,7 @@ def settings_of(config: Config, blueprint: Blueprint, optimizer: Optimizer, sche
     names = {id(p): name for spec in blueprint.specs for name, p in spec.parameters}
     for index, group in enumerate(optimizer.param_groups):
         members = [names.get(id(p), "") for p in group["params"]]
-        found[f"param_groups[{index}]"] = f"{len(members)} parameters, of names {_sum(members)}"
+        found[f"param_groups[{index}]"] = counted(members)
         found |= group_values(index, group)
     found["lr_scheduler"] = None if scheduler is None else type(scheduler).__name__
     return found
@@ -68,6 +68,11 @@ def settings_of(config: Config, blueprint: Blueprint, optimizer: Optimizer, sche
 def group_values(index: int, group: Mapping[str, Any]) -> dict[str, object]:
     """What a group's parameters are updated with."""
     return {f"param_groups[{index}].{key}": repr(group[key]) for key in ("lr", "betas", "eps", "weight_decay")}
+
+
+def counted(names: Sequence[str]) -> str:
+    """Many names in few words, which differ where the names do."""
+    return f"{len(names)} parameters, of names {_sum(names)}"
 
 
 def _sum(value: object) -> str:

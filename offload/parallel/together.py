@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offload.batches import BatchTraining
 from offload.errors import ParallelError
-from offload.parallel.alike import check_alike, group_values, settings_of
+from offload.parallel.alike import check_alike, counted, group_values, settings_of
 from offload.parallel.exits import watch
 from offload.parallel.job import launched_ranks
 from offload.parallel.kept import after_forward
@@ -191,7 +191,7 @@ class Together(BatchTraining):
         values: dict[str, object] = {"its number": self._step_count, "the factor of gradients": grad_scale}
         # A gradient that a rank does not have counts as zero, so one that trains less than others would not be seen.
         frozen = sorted(name for name, record in self._trainable.items() if not record.parameter.requires_grad)
-        values["what was frozen"] = f"{len(frozen)} parameters, {', '.join(frozen[:3])}" if frozen else "nothing"
+        values["what was frozen"] = f"{counted(frozen)} ({', '.join(frozen[:3])})" if frozen else "nothing"
         for index, group in enumerate(self.optimizer.param_groups):
             values |= group_values(index, group)
         self._cluster.reduction.last_step = values
