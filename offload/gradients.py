@@ -515,6 +515,11 @@ class TakenGradients:
         """The gradients of all parameters that meet the elements `[lo, hi)`."""
         return GradientOperands(self._gradients, self._held, lo, hi, carver, on_device=on_device)
 
+    def staged(self) -> list[PlaneSpec]:
+        """What a kernel on the host works on copies of."""
+        planes = [self._gradients._plane(*where) for where in set(self._held.values())]
+        return [plane.spec for plane in planes if plane.staged]
+
     def release(self) -> None:
         """Gives the memory back. Idempotent."""
         self._gradients._taken = False

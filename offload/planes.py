@@ -108,6 +108,11 @@ class Plane:
         """Whether the CPU can address the plane where it rests."""
         return self.tensor is not None and (self.tier is Tier.HOST or self.memory.device.aliases_host)
 
+    @property
+    def staged(self) -> bool:
+        """Whether a kernel on the host works on a copy of it in a staging slot."""
+        return self.tier is Tier.NVME or (self.tier is Tier.DEVICE and not self.memory.device.aliases_host)
+
     def entries(self, lo: int, hi: int) -> int:
         """Entries that serve the elements `[lo, hi)`."""
         part = self._slice(lo, hi)

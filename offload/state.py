@@ -199,21 +199,21 @@ class FlatState:
 
     def _chunks(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """Chunks of the elements whose state is here, whole blocks each, that meet `[lo, hi)`."""
-        return self._pieces(lo, hi, self.start, self.end)
+        return self._pieces(lo, hi, self.start, self.end, self.chunk)
 
     def _weights_alone(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """Chunks of the elements of which only the weight is here, that meet `[lo, hi)`."""
         base, end = self.weight.base, self.weight.end
         frozen = min(max(self.flat.trainable_end, base), end)
-        yield from self._pieces(lo, hi, base, max(self.start, base))
-        yield from self._pieces(lo, hi, max(self.end, base), frozen)
-        yield from self._pieces(lo, hi, frozen, end)
+        yield from self._pieces(lo, hi, base, max(self.start, base), self.chunk)
+        yield from self._pieces(lo, hi, max(self.end, base), frozen, self.chunk)
+        yield from self._pieces(lo, hi, frozen, end, self.chunk)
 
-    def _pieces(self, lo: int, hi: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+    def _pieces(self, lo: int, hi: int, first: int, last: int, chunk: int) -> Iterator[tuple[int, int]]:
         lo, hi = max(lo, first), min(ceil_to(hi, BLOCK), last)
         # The grid begins where the planes do, so that chunks fall on pages in all of them.
-        start = first + (lo - first) // self.chunk * self.chunk
-        return self.flat.chunks(self.chunk, start, hi if lo < hi else start)
+        start = first + (lo - first) // chunk * chunk
+        return self.flat.chunks(chunk, start, hi if lo < hi else start)
 
     def grid(self, position: int) -> int:
         """Where a chunk begins that holds the element at `position`, which is here."""
@@ -278,10 +278,23 @@ class FlatState:
 
     def jobs(self, updates: Sequence[Update], gradients: TakenGradients) -> Iterator[ChunkJob]:
         """The chunks that hold a parameter to update, in order."""
-        for lo, hi in self._chunks(0, self.flat.padded):
+        for lo, hi in self._pieces(0, self.flat.padded, self.start, self.end, self._step_chunk(gradients)):
             parts = [u for u in updates if u.slot.numel and u.slot.offset < hi and lo < u.slot.end]
             if parts:
                 yield ChunkJob(self, lo, hi, parts, gradients)
+
+    def _step_chunk(self, gradients: TakenGradients) -> int:
+        """Elements of a chunk of a step: as many as a slot holds of what passes through it. Slots have room for a chunk
+        of everything, but what rests in host memory stays there; large chunks keep the disk busy while threads wait for
+        a processor, and there are fewer of them.
+        """
+        staging = self.memory.staging
+        specs = [plane.spec for plane in (self.weight, *self.planes.values()) if plane.staged] + gradients.staged()
+        if self.on_device or staging is None or not specs:
+            return self.chunk
+        unit = granule([*specs, self.weight.spec, *(plane.spec for plane in self.planes.values())])
+        fit = staging.slot_bytes // sum(spec.nbytes(unit) for spec in specs) * unit
+        return max(fit, self.chunk)
 
     # Edits and reads
 

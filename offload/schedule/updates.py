@@ -37,7 +37,7 @@ from swap.staging import Slot
 from swap.tickets import fresh
 
 _AHEAD = 2
-"""Chunks of a unit that are read while one is at work."""
+"""Chunks of a unit that are read while one is at work, where there are few staging slots."""
 _SLOT_POLL = 0.02  # seconds between looks for a free slot while there is nothing else to do
 
 
@@ -333,12 +333,15 @@ class Updates:
         return True
 
     def _run(self, update: UnitUpdate) -> None:
+        staging = self._memory.staging
+        assert staging is not None
+        ahead = max(_AHEAD, staging.count - 3)
         while update.started or update.unread:
             if self._closed:
                 return
             if not update.started:
                 update.start_next(self._queue.acquire())
-            while update.unread and update.started <= _AHEAD:
+            while update.unread and update.started <= ahead:
                 slot = self._queue.try_acquire()
                 if slot is None:
                     break

@@ -262,7 +262,8 @@ def test_a_missing_wait_is_detected(what: str, swap_folder: Path, monkeypatch: p
     slow_io = method == "read"
     assert not detected(case, swap_folder, slow_io=slow_io)
     leave_out(monkeypatch, SwapStore if slow_io else TierMemory, method, caller)
-    assert detected(case, swap_folder, slow_io=slow_io)
+    # On a loaded machine whoever does not wait may come late enough all the same.
+    assert any(detected(case, swap_folder, slow_io=slow_io) for _ in range(3))
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
