@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from offload.binding_recompute import Root, Visit, repeatable_arguments
+from offload.binding_recompute import Root, Visit, repeatable_arguments, signature
 from offload.binding_saved import SavedTensors, WeightHandle, pop_hooks, top_pair
 from offload.binding_uses import Use
 from offload.calls import RootHook, distinct_tensors, module_call, on_stack
@@ -258,10 +258,10 @@ class Binding:
         if not torch.is_grad_enabled():
             frame.hooks = self._saved.enter()
             return
-        if not in_backward and root is not None:
-            frame.visit = self._visit(activity, root, args, kwargs)
-        frame.hooks = self._saved.enter(None if frame.visit is None else frame.visit.pack)
         frame.use = Use(self, units, distinct_tensors((args, kwargs)))
+        if not in_backward and root is not None:
+            frame.visit = self._visit(activity, root, args, kwargs, frame.use)
+        frame.hooks = self._saved.enter(None if frame.visit is None else frame.visit.pack)
 
     def _below_foreign_hooks(self, activity: _Activity) -> bool:
         """Whether saved-tensor hooks that are not ours are in force."""
@@ -271,7 +271,7 @@ class Binding:
             return top is not None
         return below.foreign or top is None or top[0] is not below.hooks.pack_hook
 
-    def _visit(self, activity: _Activity, root: Root, args: Any, kwargs: Any) -> Visit | None:
+    def _visit(self, activity: _Activity, root: Root, args: Any, kwargs: Any, use: Use) -> Visit | None:
         """A visit if the activations of a forward that begins may be let go."""
         if self.activations is None or not self.activations.wants(root):
             return None
@@ -279,8 +279,14 @@ class Binding:
             return None
         if not root.sees_everything() or torch._C._functorch.peek_interpreter_stack() is not None:
             return None
+        given = (root.module.training, signature(args), signature(kwargs))
+        known = None if None in given else given
+        surely = self.activations.surely_kept(root, known)
+        if surely is not None:
+            use.kept = surely
+            return None
         arguments = repeatable_arguments((args, kwargs))
-        return None if arguments is None else Visit(root, *arguments, self._repeat)
+        return None if arguments is None else Visit(root, *arguments, self._repeat, known)
 
     def _check_modes(self, units: Sequence[Unit]) -> None:
         functorch: Any = torch._C._functorch

@@ -94,6 +94,8 @@ class Root:
         self.modules = list(module.modules())
         self.repeatable = True
         """Whether its forward was a function of its inputs so far."""
+        self.sizes: dict[Any, int] = {}
+        """Bytes that a forward with inputs of these `signature`s kept alive the last time."""
 
     def sees_everything(self) -> bool:
         """Whether what our hook was given is what a call of the module would give to it again."""
@@ -116,6 +118,23 @@ def repeatable_arguments(arguments: Any) -> tuple[list[Any], TreeSpec] | None:
         elif leaf is not None and not isinstance(leaf, (*_VALUES, *_TORCH_VALUES)):
             return None
     return leaves, spec
+
+
+def signature(value: Any) -> Any:
+    """What the number of bytes that a forward saves depends on as a rule: shapes and dtypes of tensors, and other
+    values themselves. None for what is nothing of that kind, which no signature holds.
+    """
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.requires_grad
+    if value is None:
+        return ()
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, (tuple, list, dict)):
+        items = value.items() if isinstance(value, dict) else value
+        found = tuple([signature(item) for item in items])
+        return None if None in found else found
+    return None
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -155,12 +174,18 @@ class Visit:
         "_versions",
         "previous",
         "root",
+        "signature",
     )
 
     def __init__(
-        self, root: Root, leaves: list[Any], spec: TreeSpec, again: Callable[[Visit, Callable[[], Any]], None]
+        self,
+        root: Root,
+        leaves: list[Any],
+        spec: TreeSpec,
+        again: Callable[[Visit, Callable[[], Any]], None],
+        signature: Any = None,
     ) -> None:
-        self.root, self._again, self._spec = root, again, spec
+        self.root, self._again, self._spec, self.signature = root, again, spec, signature
         self.previous: weakref.ref[Visit] | None = None
         """The visit before it, whose backward comes after it."""
         self._leaves: list[Any] = leaves
@@ -171,6 +196,7 @@ class Visit:
         self._versions = self._weight_versions()
         self._values: list[tuple[Tensor, int]] | None = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        """Of what the forward saved, once it is let go."""
         self._collected: list[_Again | None] | None = None
         self._lock = threading.RLock()
 
@@ -184,8 +210,7 @@ class Visit:
         """Numbers a saved tensor."""
         assert self._values is not None
         self._values.append((tensor.detach(), tensor._version))
-        self._shapes.append((tensor.shape, tensor.dtype))
-        return Saved(self, len(self._shapes) - 1)
+        return Saved(self, len(self._values) - 1)
 
     def saved_bytes(self) -> int:
         """Bytes that the forward saved beyond its inputs."""
@@ -216,6 +241,7 @@ class Visit:
             else leaf
             for leaf in self._leaves
         ]
+        self._shapes = [(value.shape, value.dtype) for value, _ in self._values or ()]
         self._values = None
         self._inputs.clear()
 

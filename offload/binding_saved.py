@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.parameters import ParameterRecord, record_of
+from offload.held import RECORD
+from offload.parameters import ParameterRecord
 from offload.residency import Residency, Unit
 
 Pack = Callable[[Tensor], Any]
@@ -149,13 +150,11 @@ class SavedTensors:
         if place is None:
             return None
         unit, index = place
-        flat = unit.flats[index]
         shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():
-            return None
-        record = self._own(tensor)
+        # An offloaded parameter within its unit's forward, as most of what is saved: its handle is that of the last
+        # pass. It cannot get another dtype, or be conjugated, in the same memory.
+        record: ParameterRecord | None = tensor.__dict__.get(RECORD) if type(tensor) is nn.Parameter else None
         if record is not None:
-            # A parameter itself, as most of what is saved: its handle is that of the last pass.
             known: WeightHandle | None = record.saved
             if (
                 known is not None
@@ -166,6 +165,9 @@ class SavedTensors:
                 and offset == record.slot.offset + known.offset
             ):
                 return known
+        flat = unit.flats[index]
+        if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
         position = bisect_right(self._starts[id(unit)][index], offset) - 1
         if position < 0:
             return None
@@ -176,8 +178,3 @@ class SavedTensors:
         if record is holder:
             record.saved = found
         return found
-
-    @staticmethod
-    def _own(tensor: Tensor) -> ParameterRecord | None:
-        """The record of a tensor that is an offloaded parameter within its unit's forward."""
-        return record_of(tensor) if type(tensor) is nn.Parameter else None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import GradientError
-from offload.layout import BLOCK, Flat, Slot, ceil_to, contiguous_strides
+from offload.layout import BLOCK, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu import kernels
@@ -565,14 +565,21 @@ class GradientOperands:
 
 def _copy_all(target: Tensor, base: int, entries: list[_Entry]) -> None:
     """Copies the late gradients of `entries` to their places in `target`, which begins at the flat's element `base`."""
-    views, gradients, start = [], [], target.storage_offset() - base
-    for entry in entries:
-        gradient = entry.late
+    # Those that lie side by side go together: a unit may have very many, and a call for each costs more than its bytes.
+    run: list[Tensor] = []
+    start = stop = 0
+    for entry in sorted(entries, key=lambda entry: entry.slot.offset):
+        gradient, slot = entry.late, entry.slot
         assert gradient is not None
-        shape = entry.slot.shape
-        views.append(target.as_strided(shape, contiguous_strides(shape), start + entry.slot.offset))
-        gradients.append(gradient)
-    torch._foreach_copy_(views, gradients)
+        if run and slot.offset != stop:
+            torch.cat(run, out=target[start - base : stop - base])
+            run = []
+        if not run:
+            start = slot.offset
+        stop = slot.end
+        run.append(gradient if gradient.dim() == 1 else gradient.reshape(-1))
+    if run:
+        torch.cat(run, out=target[start - base : stop - base])
 
 
 def _flattened(value: Tensor, dtype: torch.dtype) -> Tensor:

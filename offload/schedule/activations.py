@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from offload.build import Blueprint
 
 log = logging.getLogger("offload")
+
+_AMPLE = 2
+"""How much more than is known of there has to be room for: what a forward saves may depend on its data too."""
+_SIGNATURES = 64
+"""Kinds of inputs whose bytes are remembered for a root."""
 
 
 class Kept:
@@ -61,6 +66,20 @@ class Activations:
         """Whether a forward of `root` may be one that is not kept."""
         return self.mode != "keep" and root.repeatable
 
+    def surely_kept(self, root: Root, signature: Any) -> int | None:
+        """The bytes that a forward with these inputs will keep alive, if there is ample room for them: then nothing has
+        to be noted that a repetition would need. They count as kept until `gone(nbytes)`.
+        """
+        nbytes = root.sizes.get(signature) if self.mode == "auto" and signature is not None else None
+        if nbytes is None:
+            return None
+        with self._lock:
+            if self.room is not None and _AMPLE * (self.kept_bytes + nbytes) > self.room:
+                return None
+            self.kept_bytes += nbytes
+            self.kept += 1
+        return nbytes
+
     def ended(self, visit: Visit) -> bool:
         """A forward has ended well: keeps what it saved, or lets it go. True if it was let go."""
         saved = visit.saved_bytes()
@@ -71,6 +90,8 @@ class Activations:
                 visit.root.units[0].name,
             )
             saved = 0
+        elif visit.signature is not None and len(visit.root.sizes) < _SIGNATURES:
+            visit.root.sizes[visit.signature] = saved + visit.input_bytes()
         if saved == 0 or (self.mode == "auto" and self._fits(visit, saved)):
             self.kept += 1
             visit.keep()
@@ -85,10 +106,11 @@ class Activations:
             if self.room is not None and self.kept_bytes + nbytes > self.room:
                 return False
             self.kept_bytes += nbytes
-        weakref.finalize(visit, self._gone, nbytes).atexit = False
+        weakref.finalize(visit, self.gone, nbytes).atexit = False
         return True
 
-    def _gone(self, nbytes: int) -> None:
+    def gone(self, nbytes: int) -> None:
+        """What was kept is not there any more."""
         with self._lock:
             self.kept_bytes -= nbytes
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.binding_recompute import Root, Visit
 from offload.errors import OffloadError, PlanError, StaleWeightsError
 from swap.errors import BudgetError
 from tests.engine.binding_models import (
@@ -518,6 +519,73 @@ def test_auto_keeps_what_fits(swap_folder: Path) -> None:
             assert (activations.recomputed > 0) == some and activations.kept_bytes == 0
             results.append(activations.recomputed)
     assert results[0] < results[1] < results[2]
+
+
+def test_what_surely_fits_is_kept_without_being_noted(swap_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where inputs of the same shapes left half of the room the last time, nothing is prepared for a repetition."""
+    visits: list[str] = []
+    begin = Visit.__init__
+
+    def noted(visit: Visit, root: Root, *args: Any) -> None:
+        visits.append(root.units[0].name)
+        begin(visit, root, *args)
+
+    monkeypatch.setattr(Visit, "__init__", noted)
+    with letting_go(Stack(), placed("cpu", "nvme"), swap_folder, "auto") as pair:
+        activations = pair.engine._binding.activations
+        assert activations is not None
+        activations.room = 1 << 40
+        pair.train(square(inputs(grad=True)))
+        first, kept = len(visits), activations.kept
+        assert first > 0 and kept == 2 * first  # two steps
+        pair.train(square(inputs(grad=True)))
+        assert len(visits) == first and activations.kept == 2 * kept
+        loss = pair.engine(inputs(grad=True)).square().sum()  # counted while the graph is alive, however it ends
+        known = activations.kept_bytes
+        assert known > 0
+        del loss
+        assert activations.kept_bytes == 0
+        pair.train(square(inputs(5, WIDTH, grad=True)))  # other shapes: not known yet
+        assert len(visits) == 2 * first
+        pair.offloaded.eval()
+        pair.plain.eval()
+        pair.train(square(inputs(grad=True)))
+        assert len(visits) == 3 * first
+        pair.offloaded.train()
+        pair.plain.train()
+        activations.room = known  # enough, but not ample
+        pair.train(square(inputs(grad=True)))
+        assert len(visits) > 3 * first
+        activations.room = 0
+        pair.train(square(inputs(grad=True)))
+        assert activations.recomputed > 0 and activations.kept_bytes == 0
+
+
+def test_inputs_that_never_repeat_are_not_remembered_for_ever(
+    swap_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            return self.linear(x) * step
+
+    roots: list[Root] = []
+    begin = Visit.__init__
+
+    def noted(visit: Visit, root: Root, *args: Any) -> None:
+        roots.append(root)
+        begin(visit, root, *args)
+
+    monkeypatch.setattr(Visit, "__init__", noted)
+    with running(
+        nn.ModuleList([Numbered()]), placed("cpu", "nvme"), swap_folder, units={"wrap": ["Numbered"]}
+    ) as engine:
+        for step in range(70):
+            engine.module[0](inputs(grad=True), step).sum()  # type: ignore[index]
+    assert len(roots) == 70 and len(roots[0].sizes) == 64
 
 
 @pytest.mark.parametrize("activations", CHOICES)
