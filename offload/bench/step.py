@@ -267,7 +267,8 @@ def measure(
         ValueError: no such preset, or a number that is too small.
     """
     _check(model, tokens, micro_batches, rounds, steps)
-    folder = tempfile.mkdtemp(prefix="offload-bench-", dir=swap)
+    # Absolute, since the processes that run configurations work in it; Python before 3.12 returns what it was given.
+    folder = os.path.abspath(tempfile.mkdtemp(prefix="offload-bench-", dir=swap))
     notes: list[str] = []
     try:
         rows = contenders(

@@ -39,8 +39,9 @@ class _Instant(step.Machine):
 
 def test_two_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "Machine", _Instant)
+    monkeypatch.chdir(tmp_path)  # the default of --swap
     arguments = ["--json", "--model", "20m", "--tokens", "8", "--rounds", "1", "--steps", "2", "--micro-batches", "1"]
-    done = CliRunner().invoke(main, ["bench", "step", *arguments, "--only", "a", "--swap", str(tmp_path)])
+    done = CliRunner().invoke(main, ["bench", "step", *arguments, "--only", "a"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     plain, ours = report["results"]
