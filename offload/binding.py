@@ -44,6 +44,8 @@ from offload.schedule.visitor import Visitor
 from offload.telemetry.trace import COMPUTE
 from offload.turns import Turn
 
+_no_function, _graph_task = torch._C.DisableTorchFunctionSubclass, torch._C._current_graph_task_id
+
 
 class _GraphTask:
     """Leases of one outermost backward, oldest first; `open` counts it and the backwards nested in it.
@@ -624,23 +626,24 @@ class Binding:
                 self._lease(task, unit, task)
 
     def _resolve(self, handle: WeightHandle) -> Tensor:
-        unit = handle.unit
+        unit, record = handle.unit, handle.record
         if self.visitor is not None and self._misses(unit):
             self.visitor.reaching([unit])
         with self.lock:
-            with torch._C.DisableTorchFunctionSubclass():
-                version = handle.record.parameter._version + handle.record.replaced
+            with _no_function():
+                version = record.parameter._version + record.replaced
             if handle.version != version:
                 raise StaleWeightsError(
-                    f"{handle.record.name}: its value changed after the forward whose backward is running "
+                    f"{record.name}: its value changed after the forward whose backward is running "
                     "(by step(), gathered(modify=True) or a write in place); run the forward again"
                 )
-            task = self._tasks.get(torch._C._current_graph_task_id()) or self._task()
+            task = self._tasks.get(_graph_task()) or self._task()
             if task is None:
                 holder = object()
                 self._residency.acquire(unit, holder)
                 try:
-                    return self._view(handle)
+                    with torch.no_grad():
+                        return self._view(handle)
                 finally:
                     self._residency.release(unit, holder)
             if unit.index not in task.leases:
@@ -649,6 +652,8 @@ class Binding:
                     self.visitor.leased([unit])
             if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
                 self._hold_until_step(unit)
+                with torch.no_grad():
+                    return self._view(handle)
             return self._view(handle)
 
     def _misses(self, unit: Unit) -> bool:
@@ -666,8 +671,4 @@ class Binding:
             tensor = flat.plane.tensor
         if tensor is None:
             raise OffloadError(f"unit {handle.unit.name}: resident without a buffer")
-        start = record.slot.offset + handle.offset
-        if not torch.is_grad_enabled():
-            return tensor.as_strided(handle.shape, handle.stride, start)
-        with torch.no_grad():
-            return tensor.as_strided(handle.shape, handle.stride, start)
+        return tensor.as_strided(handle.shape, handle.stride, record.slot.offset + handle.offset)

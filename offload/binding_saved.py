@@ -24,6 +24,7 @@ from offload.residency import Residency, Unit
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 _internals: Any = torch._C._autograd
+_Parameter = nn.Parameter
 
 
 class WeightHandle(NamedTuple):
@@ -37,13 +38,6 @@ class WeightHandle(NamedTuple):
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
-
-
-class _Passed(NamedTuple):
-    """Any other saved tensor: as the outer hooks packed it, or detached with its version where there are none."""
-
-    value: Any
-    version: int
 
 
 class WrittenInPlace(RuntimeError):
@@ -118,24 +112,28 @@ class SavedTensors:
         """
         outer = top_pair() if keep is None else None
 
+        find, resolve = self.handle, self._resolve
+
+        # What is no view of a unit is packed as a plain pair, the cheapest there is: what the outer hooks made of it,
+        # or the tensor, detached, with its version where there are none.
         def pack(tensor: Tensor) -> Any:
-            handle = self.handle(tensor)
+            handle = find(tensor)
             if handle is not None:
                 return handle
             if keep is not None:
                 return keep(tensor)
             if outer is not None:
-                return _Passed(outer[0](tensor), -1)
-            return _Passed(tensor.detach(), tensor._version)
+                return outer[0](tensor), -1
+            return tensor.detach(), tensor._version
 
         def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, WeightHandle):
-                return self._resolve(packed)
+            if type(packed) is WeightHandle:
+                return resolve(packed)
             if keep is not None:
                 return packed.value()  # type: ignore[no-any-return]
             if outer is not None:
-                return outer[1](packed.value)
-            return check_version(packed.value, packed.version)
+                return outer[1](packed[0])
+            return check_version(*packed)
 
         hooks = saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
@@ -151,19 +149,21 @@ class SavedTensors:
             return None
         unit, index = place
         shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        # An offloaded parameter within its unit's forward, as most of what is saved: its handle is that of the last
-        # pass. It cannot get another dtype, or be conjugated, in the same memory.
-        record: ParameterRecord | None = tensor.__dict__.get(RECORD) if type(tensor) is nn.Parameter else None
+        # An offloaded parameter within its unit's forward, as most of what is saved: it is where it was in the last
+        # pass, at another version if a step came between. Its dtype cannot change, nor can it be conjugated, in place.
+        record: ParameterRecord | None = tensor.__dict__.get(RECORD) if type(tensor) is _Parameter else None
         if record is not None:
             known: WeightHandle | None = record.saved
             if (
                 known is not None
                 and known.unit is unit
-                and known.version == tensor._version + record.replaced
                 and known.shape == shape
                 and known.stride == stride
                 and offset == record.slot.offset + known.offset
             ):
+                version = tensor._version + record.replaced
+                if known.version != version:
+                    known = record.saved = WeightHandle(unit, record, version, known.offset, shape, stride)
                 return known
         flat = unit.flats[index]
         if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():

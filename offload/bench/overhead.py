@@ -1,8 +1,9 @@
 """What the engine's Python costs for every unit and pass, beside the same model without it.
 
 Time is that of the thread that runs forward and backward (`time.thread_time`), so waits for disks and copies, which are
-other threads' work, are not in it; the plain model's own time is subtracted. What moves bytes in that thread is in it:
-the copy of each gradient to where it rests, for one.
+other threads' work, are not in it; the plain model's own time is subtracted. What moves bytes in that thread is in it,
+above all the copy of each gradient to where it rests: what that takes at least, one copy of as many bytes as a unit has
+from memory that no cache holds, is shown beside it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ LIMIT = 1.0
 
 DEFAULT_ROUNDS = 15
 _BATCH = 4
+_EVICTED = 24 << 20
+"""Elements that are written to push others out of the caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Milliseconds per unit (medians over rounds). `plain`: the same pass without an engine."""
+    """Milliseconds per unit (medians over rounds). `plain`: the same pass without an engine; `copy`: a copy of the
+    unit's gradients, which is part of backward.
+    """
 
     model: str
     device: str
@@ -42,6 +47,7 @@ class Result:
     plain_forward_ms: float
     plain_backward_ms: float
     step_ms: float
+    copy_ms: float
 
 
 class _Unit(nn.Module):
@@ -78,6 +84,14 @@ def huge_parameters(units: int = 3, width: int = 2048) -> tuple[nn.Module, Tenso
     return nn.Sequential(*(_Huge(width) for _ in range(units))), torch.ones(_BATCH, width)
 
 
+def _copy_seconds(source: Tensor, target: Tensor) -> float:
+    """Seconds of the thread for one copy of memory that was used a while ago."""
+    torch.ones(_EVICTED)
+    start = time.thread_time()
+    target.copy_(source)
+    return time.thread_time() - start
+
+
 def measure(
     build: Callable[[], tuple[nn.Module, Tensor]], *, name: str, device: str, tier: str, rounds: int, folder: Path
 ) -> Result:
@@ -95,8 +109,10 @@ def measure(
         "units": {"wrap": [type(next(model.children())).__name__]},
     }
     times: dict[str, list[float]] = {
-        key: [] for key in ("forward", "backward", "plain_forward", "plain_backward", "step")
+        key: [] for key in ("forward", "backward", "plain_forward", "plain_backward", "step", "copy")
     }
+    gradients = torch.ones(sum(p.numel() for p in plain.parameters()) // units)
+    rest = torch.empty_like(gradients)
     with offload.initialize(model, config) as engine:
         for _ in range(rounds + 2):
             for prefix, module in (("plain_", plain), ("", model)):
@@ -110,6 +126,7 @@ def measure(
             engine.step()
             times["step"].append(time.thread_time() - start)
             plain.zero_grad()
+            times["copy"].append(_copy_seconds(gradients, rest) * units)
     ms = {key: statistics.median(values[2:]) * 1e3 / units for key, values in times.items()}
     counts = [p.numel() for p in plain.parameters()]
     return Result(
@@ -124,6 +141,7 @@ def measure(
         plain_forward_ms=ms["plain_forward"],
         plain_backward_ms=ms["plain_backward"],
         step_ms=ms["step"],
+        copy_ms=ms["copy"],
     )
 
 
@@ -145,14 +163,15 @@ def run(
         torch.set_num_threads(threads)
     if as_json:
         return json_module.dumps({"limit_ms": LIMIT, "results": [asdict(result) for result in results]}, indent=2)
-    lines = ["model  device  tier    units  parameters  elements  forward ms  backward ms  step ms  (plain)"]
+    lines = ["model  device  tier    units  parameters  elements  forward ms  backward ms  (copy)  step ms  (plain)"]
     for r in results:
         lines.append(
             f"{r.model:6} {r.device:7} {r.tier:6} {r.units:6} {r.parameters_per_unit:11} {r.elements_per_unit:9,} "
-            f"{r.forward_ms:11.3f} {r.backward_ms:12.3f} {r.step_ms:8.3f}  "
+            f"{r.forward_ms:11.3f} {r.backward_ms:12.3f}  ({r.copy_ms:.3f}) {r.step_ms:8.3f}  "
             f"({r.plain_forward_ms:.3f}, {r.plain_backward_ms:.3f})"
         )
     lines.append(
-        "ms of the computing thread per unit and pass, beyond the plain model's; units hold as many parameters each"
+        "ms of the computing thread per unit and pass, beyond the plain model's; units hold as many parameters each; "
+        "copy: of backward, what copying a unit's gradients takes"
     )
     return "\n".join(lines)

@@ -25,7 +25,7 @@ LOADED = 40 << 20
 """Bytes that the libraries take for a model of some size beyond one of none: compiled kernels, arenas of threads."""
 HEAP_SLACK = 1.25
 """What the heap takes for a byte of its model: more is lost between blocks that live for different times."""
-UNIT_SECONDS = 1.5e-3
+UNIT_SECONDS = 0.8e-3
 """Hooks, leases and views of one unit in one direction."""
 
 
