@@ -39,7 +39,7 @@ from offload.errors import OffloadError, StaleWeightsError
 from offload.parameters import ParameterRecord, record_of
 from offload.prefetch import VisitOrder
 from offload.residency import Residency, Unit
-from offload.schedule.activations import Activations
+from offload.schedule.activations import Activations, Tally
 from offload.schedule.visitor import Visitor
 from offload.telemetry.trace import COMPUTE
 from offload.turns import Turn
@@ -61,7 +61,7 @@ class _GraphTask:
 class _Frame:
     """One forward of a root (`units` tells roots apart) and what it has to give back."""
 
-    __slots__ = ("acquired", "again", "call", "foreign", "hooks", "units", "use", "visit")
+    __slots__ = ("acquired", "again", "call", "foreign", "hooks", "tally", "units", "use", "visit")
 
     def __init__(self, units: Sequence[Unit], call: FrameType | None) -> None:
         self.units, self.call = units, call
@@ -71,6 +71,7 @@ class _Frame:
         self.foreign = False  # whether hooks of the user lie below ours
         self.use: Use | None = None
         self.visit: Visit | None = None
+        self.tally: Tally | None = None
 
 
 class _Activity:
@@ -262,8 +263,8 @@ class Binding:
             return
         frame.use = Use(self, units, distinct_tensors((args, kwargs)))
         if not in_backward and root is not None:
-            frame.visit = self._visit(activity, root, args, kwargs, frame.use)
-        frame.hooks = self._saved.enter(None if frame.visit is None else frame.visit.pack)
+            self._choose(activity, frame, root, args, kwargs)
+        frame.hooks = self._saved.enter(None if frame.visit is None else frame.visit.pack, frame.tally)
 
     def _below_foreign_hooks(self, activity: _Activity) -> bool:
         """Whether saved-tensor hooks that are not ours are in force."""
@@ -273,22 +274,21 @@ class Binding:
             return top is not None
         return below.foreign or top is None or top[0] is not below.hooks.pack_hook
 
-    def _visit(self, activity: _Activity, root: Root, args: Any, kwargs: Any, use: Use) -> Visit | None:
-        """A visit if the activations of a forward that begins may be let go."""
+    def _choose(self, activity: _Activity, frame: _Frame, root: Root, args: Any, kwargs: Any) -> None:
+        """A forward begins: a visit if its activations may be let go, a tally if they will be kept and count."""
         if self.activations is None or not self.activations.wants(root):
-            return None
-        if activity.frames[-1].foreign or any(frame.visit is not None for frame in activity.frames):
-            return None
+            return
+        if frame.foreign or any(outer.visit or outer.tally for outer in activity.frames):
+            return
         if not root.sees_everything() or torch._C._functorch.peek_interpreter_stack() is not None:
-            return None
+            return
         given = (root.module.training, signature(args), signature(kwargs))
         known = None if None in given else given
-        surely = self.activations.surely_kept(root, known)
-        if surely is not None:
-            use.kept = surely
-            return None
-        arguments = repeatable_arguments((args, kwargs))
-        return None if arguments is None else Visit(root, *arguments, self._repeat, known)
+        frame.tally = self.activations.surely_kept(root, known)
+        if frame.tally is None:
+            arguments = repeatable_arguments((args, kwargs))
+            if arguments is not None:
+                frame.visit = Visit(root, *arguments, self._repeat, known)
 
     def _check_modes(self, units: Sequence[Unit]) -> None:
         functorch: Any = torch._C._functorch
@@ -314,10 +314,13 @@ class Binding:
         if not activity.frames or activity.frames[-1].units is not units or activity.frames[-1].call is not call:
             return
         frame = activity.frames[-1]
-        use, visit = frame.use, frame.visit
+        use, visit, tally = frame.use, frame.visit, frame.tally
         self._leave(activity)
         # After an error, what was saved is about to be dropped with the graph.
-        if visit is not None and self.activations is not None and sys.exc_info()[0] is None:
+        well = sys.exc_info()[0] is None
+        if tally is not None and well:
+            tally.ended()
+        if visit is not None and self.activations is not None and well:
             if self.activations.ended(visit):
                 visit.previous, activity.last = activity.last, weakref.ref(visit)
                 if use is not None:
@@ -330,7 +333,7 @@ class Binding:
         """Ends the innermost frame of the current thread."""
         frame = activity.frames.pop()
         self._spans.end(frame)
-        frame.call = frame.use = frame.visit = None
+        frame.call = frame.use = frame.visit = frame.tally = None
         if frame.hooks is not None:
             pop_hooks(frame.hooks)
             frame.hooks = None

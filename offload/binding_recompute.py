@@ -28,6 +28,7 @@ from offload.parameters import ParameterRecord
 from offload.randomness import RandomState
 from offload.residency import Unit
 
+_PLAIN = frozenset((bool, int, float, complex, str, bytes))  # those hash and compare as everybody expects
 _VALUES = (bool, int, float, complex, str, bytes, enum.Enum)
 _TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -95,7 +96,7 @@ class Root:
         self.repeatable = True
         """Whether its forward was a function of its inputs so far."""
         self.sizes: dict[Any, int] = {}
-        """Bytes that a forward with inputs of these `signature`s kept alive the last time."""
+        """The most bytes that a forward with inputs of these `signature`s kept alive, the latest last."""
 
     def sees_everything(self) -> bool:
         """Whether what our hook was given is what a call of the module would give to it again."""
@@ -113,7 +114,7 @@ def repeatable_arguments(arguments: Any) -> tuple[list[Any], TreeSpec] | None:
         if isinstance(leaf, Tensor):
             if type(leaf) not in (Tensor, nn.Parameter) and not isinstance(leaf, nn.Parameter):
                 return None
-            if leaf.layout is not torch.strided or leaf.is_inference():
+            if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_inference():
                 return None
         elif leaf is not None and not isinstance(leaf, (*_VALUES, *_TORCH_VALUES)):
             return None
@@ -125,10 +126,11 @@ def signature(value: Any) -> Any:
     values themselves. None for what is nothing of that kind, which no signature holds.
     """
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        # Only some nested tensors have a shape.
+        return None if value.is_nested else (value.shape, value.dtype, value.requires_grad)
     if value is None:
         return ()
-    if isinstance(value, _VALUES):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, (tuple, list, dict)):
         items = value.items() if isinstance(value, dict) else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,13 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 _internals: Any = torch._C._autograd
 _Parameter = nn.Parameter
+
+
+class Noting(Protocol):
+    """Counts what a forward saves."""
+
+    def note(self, tensor: Tensor) -> None:
+        """A tensor that is no view of a unit is saved."""
 
 
 class WeightHandle(NamedTuple):
@@ -106,9 +113,9 @@ class SavedTensors:
         """Takes note of where a unit's parameters are."""
         self._starts[id(unit)] = [[record.slot.offset for record in flat.records] for flat in unit.flats]
 
-    def enter(self, keep: Callable[[Tensor], Any] | None = None) -> saved_tensors_hooks:
+    def enter(self, keep: Callable[[Tensor], Any] | None = None, tally: Noting | None = None) -> saved_tensors_hooks:
         """A pair of hooks, in force until `pop_hooks`. `keep` gets what is no view of a unit instead of the pair that
-        is in force now, and gives something with a `value()`.
+        is in force now, and gives something with a `value()`; `tally` is told of it, and lives until all of it is gone.
         """
         outer = top_pair() if keep is None else None
 
@@ -122,11 +129,13 @@ class SavedTensors:
                 return handle
             if keep is not None:
                 return keep(tensor)
+            if tally is not None:
+                tally.note(tensor)
             if outer is not None:
                 return outer[0](tensor), -1
             return tensor.detach(), tensor._version
 
-        def unpack(packed: Any) -> Tensor:
+        def unpack(packed: Any, _held: Any = tally) -> Tensor:
             if type(packed) is WeightHandle:
                 return resolve(packed)
             if keep is not None:

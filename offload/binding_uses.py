@@ -23,13 +23,11 @@ class Use:
     Hooks on leaves outlive the graph, so they are removed with it and do not hold it.
     """
 
-    __slots__ = ("__weakref__", "_binding", "_counts", "_entered", "_handles", "_nodes", "kept", "units", "visit")
+    __slots__ = ("__weakref__", "_binding", "_counts", "_entered", "_handles", "_nodes", "units", "visit")
 
     def __init__(self, binding: Binding, units: Sequence[Unit], inputs: Sequence[Tensor]) -> None:
         self._binding, self.units = binding, units
         self.visit: weakref.ref[Visit] | None = None
-        self.kept = 0
-        """Bytes of activations that count as kept as long as this is there."""
         self._counts: dict[int, list[int]] = {}
         self._handles: list[Any] = []
         self._nodes: list[Any] = []
@@ -80,8 +78,6 @@ class Use:
     def __del__(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if self.kept and self._binding.activations is not None:
-            self._binding.activations.gone(self.kept)
 
 
 def _put_first(tensor: Tensor, handle: Any) -> None:

@@ -358,7 +358,8 @@ class Growth(StateAccess):
             items = [items_by_name[slot.name] for slot in state.flat.slots]
             self._switch(units[index], f, state, items)
         for spec in specs[before:]:
-            self._binding.attach(spec.root, [units[spec.index], *(units[i] for i in spec.borrows)])
+            own = [units[spec.index], *(units[i] for i in spec.borrows)]
+            self._binding.attach(spec.root, own, repeatable=spec.kind != "container")
         for index in {index for index, _ in added}:
             self._binding.laid_out(units[index])
         self._residency.prefetch_limit = plan.total(Tier.DEVICE)

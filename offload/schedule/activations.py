@@ -46,6 +46,37 @@ class Kept:
         return check_version(self._value, self._version).detach()
 
 
+class Tally:
+    """Bytes that one forward keeps alive, `nbytes`: what is expected of it until it has ended, then what it saved.
+
+    They count until the last tensor that it saved is gone: the hooks that unpack these hold this. The graph itself may
+    stay for as long as somebody has its loss.
+    """
+
+    __slots__ = ("_activations", "_found", "_root", "_signature", "nbytes")
+
+    def __init__(self, activations: Activations, root: Root, signature: Any, nbytes: int) -> None:
+        self._activations, self._root, self._signature, self.nbytes = activations, root, signature, nbytes
+        self._found: dict[int, int] = {}
+
+    def note(self, tensor: Tensor) -> None:
+        """The forward has saved a tensor."""
+        try:
+            storage = tensor.untyped_storage()
+            self._found[storage._cdata] = storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # sparse tensors and functional wrappers have no storage
+            return
+
+    def ended(self) -> None:
+        """The forward has ended well."""
+        self._activations.measured(self, sum(self._found.values()))
+        self._activations.learn(self._root, self._signature, self.nbytes)
+        self._found.clear()
+
+    def __del__(self) -> None:
+        self._activations.gone(self.nbytes)
+
+
 class Activations:
     """Decides what becomes of a visit, and counts. `room`: bytes that `auto` may keep at a time (None: any number)."""
 
@@ -55,7 +86,7 @@ class Activations:
         self.kept_bytes = 0
         self.recomputed = self.kept = 0
         """Visits so far whose activations were let go, and were kept."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection within it may end others' activations
 
     @property
     def explicit(self) -> bool:
@@ -66,9 +97,9 @@ class Activations:
         """Whether a forward of `root` may be one that is not kept."""
         return self.mode != "keep" and root.repeatable
 
-    def surely_kept(self, root: Root, signature: Any) -> int | None:
-        """The bytes that a forward with these inputs will keep alive, if there is ample room for them: then nothing has
-        to be noted that a repetition would need. They count as kept until `gone(nbytes)`.
+    def surely_kept(self, root: Root, signature: Any) -> Tally | None:
+        """Counts a forward with these inputs as kept if there is ample room for what such forwards keep alive: then
+        nothing has to be noted that a repetition would need. None if that is not known.
         """
         nbytes = root.sizes.get(signature) if self.mode == "auto" and signature is not None else None
         if nbytes is None:
@@ -78,7 +109,23 @@ class Activations:
                 return None
             self.kept_bytes += nbytes
             self.kept += 1
-        return nbytes
+        return Tally(self, root, signature, nbytes)
+
+    def measured(self, tally: Tally, nbytes: int) -> None:
+        """What a forward keeps alive is known."""
+        with self._lock:
+            self.kept_bytes += nbytes - tally.nbytes
+            tally.nbytes = nbytes
+
+    def learn(self, root: Root, signature: Any, nbytes: int) -> None:
+        """A forward of `root` with such inputs has kept so many bytes alive. Inputs that do not come again are
+        forgotten.
+        """
+        with self._lock:
+            most = max(nbytes, root.sizes.pop(signature, 0))
+            if len(root.sizes) >= _SIGNATURES:
+                del root.sizes[next(iter(root.sizes))]
+            root.sizes[signature] = most
 
     def ended(self, visit: Visit) -> bool:
         """A forward has ended well: keeps what it saved, or lets it go. True if it was let go."""
@@ -90,8 +137,8 @@ class Activations:
                 visit.root.units[0].name,
             )
             saved = 0
-        elif visit.signature is not None and len(visit.root.sizes) < _SIGNATURES:
-            visit.root.sizes[visit.signature] = saved + visit.input_bytes()
+        elif visit.signature is not None:
+            self.learn(visit.root, visit.signature, saved + visit.input_bytes())
         if saved == 0 or (self.mode == "auto" and self._fits(visit, saved)):
             self.kept += 1
             visit.keep()
