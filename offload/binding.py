@@ -61,7 +61,7 @@ class _GraphTask:
 class _Frame:
     """One forward of a root (`units` tells roots apart) and what it has to give back."""
 
-    __slots__ = ("acquired", "again", "call", "foreign", "hooks", "tally", "units", "use", "visit")
+    __slots__ = ("acquired", "again", "call", "foreign", "handled", "hooks", "tally", "units", "use", "visit")
 
     def __init__(self, units: Sequence[Unit], call: FrameType | None) -> None:
         self.units, self.call = units, call
@@ -69,6 +69,8 @@ class _Frame:
         self.again = False  # whether a backward is to follow
         self.hooks: saved_tensors_hooks | None = None
         self.foreign = False  # whether hooks of the user lie below ours
+        self.handled = sys.exc_info()[1]
+        """The exception that the caller is handling, which is none of the forward's own."""
         self.use: Use | None = None
         self.visit: Visit | None = None
         self.tally: Tally | None = None
@@ -315,9 +317,9 @@ class Binding:
             return
         frame = activity.frames[-1]
         use, visit, tally = frame.use, frame.visit, frame.tally
-        self._leave(activity)
         # After an error, what was saved is about to be dropped with the graph.
-        well = sys.exc_info()[0] is None
+        well = sys.exc_info()[1] is frame.handled
+        self._leave(activity)
         if tally is not None and well:
             tally.ended()
         if visit is not None and self.activations is not None and well:
@@ -333,7 +335,7 @@ class Binding:
         """Ends the innermost frame of the current thread."""
         frame = activity.frames.pop()
         self._spans.end(frame)
-        frame.call = frame.use = frame.visit = frame.tally = None
+        frame.call = frame.use = frame.visit = frame.tally = frame.handled = None
         if frame.hooks is not None:
             pop_hooks(frame.hooks)
             frame.hooks = None

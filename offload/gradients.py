@@ -517,7 +517,9 @@ class TakenGradients:
 
     def staged(self) -> list[PlaneSpec]:
         """What a kernel on the host works on copies of."""
-        planes = [self._gradients._plane(*where) for where in set(self._held.values())]
+        # What is empty has no plane, and needs none.
+        held = {where for name, where in self._held.items() if self._gradients._entries[name].slot.numel}
+        planes = [self._gradients._plane(*where) for where in held]
         return [plane.spec for plane in planes if plane.staged]
 
     def release(self) -> None:

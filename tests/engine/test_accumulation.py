@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from offload import gradients
+from offload.gradients import Held, _copy_all, _Entry
+from offload.layout import Slot
 
 from .common import (
     CLIP,
@@ -21,6 +25,7 @@ from .common import (
     assert_equal,
     decoder,
     pairwise,
+    placed,
     running,
     states_of,
     token_batches,
@@ -178,3 +183,61 @@ def test_memory_of_gradients_is_given_back_after_the_step(swap_folder: Path) -> 
             engine.step()
             engine._memory.trim()
             assert engine.memory().current["host"].get("gradients", 0) == 0
+
+
+def test_small_gradients_of_any_strides_move_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order they come, those without a gap between them in one call; nothing else is written to."""
+    generator = torch.Generator().manual_seed(0)
+    values = [
+        torch.randn(4, 3, generator=generator).t(),
+        torch.randn((), generator=generator),
+        torch.randn(1, generator=generator).expand(5),
+        torch.randn(2, 2, 2, 2, generator=generator).to(memory_format=torch.channels_last),
+        torch.randn(14, generator=generator)[::2],
+    ]
+    slots, offset = [], 64
+    for index, value in enumerate(values):
+        offset += 2 if index == 3 else 0
+        shape, numel = tuple(value.shape), value.numel()
+        slots.append(Slot(name=str(index), shape=shape, numel=numel, offset=offset, trainable=True))
+        offset += value.numel()
+    entries = [_Entry(slot, Held.RAW, late=value) for slot, value in zip(slots, values, strict=True)]
+    calls: list[int] = []
+    cat = torch.cat
+
+    def counted(tensors: Any, **options: Any) -> Tensor:
+        calls.append(len(tensors))
+        return cat(tensors, **options)
+
+    monkeypatch.setattr(torch, "cat", counted)
+    target = torch.full((offset - 60 + 8,), 7.0)
+    _copy_all(target, 60, [entries[i] for i in (3, 0, 4, 2, 1)])
+    expected = torch.full_like(target, 7.0)
+    for slot, value in zip(slots, values, strict=True):
+        expected[slot.offset - 60 : slot.end - 60] = value.reshape(-1)
+    assert torch.equal(target, expected) and calls == [3, 2]
+
+
+def test_a_step_without_elements_takes_no_memory(swap_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of a parameter without elements is held, but no plane is made for its neighbours, which have none."""
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty, self.unused = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(64, 128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.empty.sum()
+
+    made = []
+    begin = gradients.Plane.__init__
+
+    def noted(plane: gradients.Plane, *args: Any, **options: Any) -> None:
+        made.append(options["kind"])
+        begin(plane, *args, **options)
+
+    model = nn.ModuleList([Partly()])
+    with running(model, placed("cpu", "host"), swap_folder, units={"wrap": ["Partly"]}) as engine:
+        monkeypatch.setattr(gradients.Plane, "__init__", noted)
+        engine.module[0](torch.ones(2, requires_grad=True)).sum().backward()  # type: ignore[index]
+        assert engine.step().stepped and made == []

@@ -621,6 +621,27 @@ def test_bytes_count_until_what_was_saved_is_gone(swap_folder: Path) -> None:
         assert activations.kept_bytes == 0
 
 
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_forwards_of_a_handler(activations: str, swap_folder: Path) -> None:
+    """What is called where an error is being handled has not failed itself."""
+    with letting_go(Stack(), placed("cpu", "nvme"), swap_folder, activations) as pair:
+        found = pair.engine._binding.activations
+        assert found is not None
+        try:
+            raise KeyError
+        except KeyError:
+            for _ in range(2):
+                pair.train(square(inputs(grad=True)))
+            hook = pair.offloaded.head.register_forward_pre_hook(lambda *_: 1 // 0)  # type: ignore[union-attr]
+            before = found.kept, found.recomputed
+            with pytest.raises(ZeroDivisionError):
+                pair.engine(inputs(grad=True))
+            hook.remove()
+        assert before == ((4, 16) if activations == "recompute" else (20, 0))  # the head saves its input only
+        failed = found.kept + found.recomputed - sum(before)
+        assert failed == (4 if activations == "recompute" else 5) and found.kept_bytes == 0
+
+
 class Sometimes(nn.Module):
     """Does as much as it is told, which no shape shows."""
 
