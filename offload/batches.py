@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -68,9 +68,12 @@ class BatchTraining(StateAccess):
 
         Raises:
             ValueError: no micro-batch, no loss to be found, or token counts for some micro-batches only.
+            TypeError: one micro-batch in place of several.
             GradientError: gradients of an earlier backward are held; step or zero_grad first.
         """
         self._check("train_batch was called")
+        if isinstance(micro_batches, Mapping):
+            raise TypeError("train_batch takes a list of micro-batches, not one: train_batch([batch])")
         batches = list(micro_batches)
         if not batches:
             raise ValueError("train_batch needs at least one micro-batch")

@@ -136,7 +136,8 @@ class _Trainer:
                     self._evaluate(engine)
                 if self.checkpoints.due(done):
                     with self.progress.phase("saving"), self.timers.phase("checkpoint"):
-                        self.checkpoints.save(engine, done, self._position(), self._counts())
+                        last = done == settings.steps
+                        self.checkpoints.save(engine, done, self._position(), self._counts(), final=last)
                 self._end_together(engine)
         self.checkpoints.settle(engine)
 

@@ -27,7 +27,7 @@ _OWN = ("optimizer.state_format", "train.steps", "train.eval_interval", "train.e
 
 
 class RunCheckpoints:
-    """Saves at intervals and at the end of an interrupted run; a save that fails is said and training goes on."""
+    """Saves at intervals and at the end; a save that fails is said and training goes on."""
 
     def __init__(
         self, config: Config, directory: Path, say: Callable[[str], None], warn: Callable[[str], None]
@@ -60,7 +60,8 @@ class RunCheckpoints:
                     "nothing can be saved when a signal ends the run"
                 )
             return
-        saves = max(1, steps_left // self.settings.interval)
+        last, interval = self.config.train.steps, self.settings.interval
+        saves = max(1, -(-last // interval) - (last - steps_left) // interval)
         have = len(complete_checkpoints(self.directory))
         keep = self.settings.keep
         at_once = saves if keep is None else min(saves, keep + 1 - min(have, keep))
@@ -97,8 +98,9 @@ class RunCheckpoints:
         self._say(f"checkpoint.dry_run: {saved} written and verified, {format_bytes(nbytes)}")
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step` steps."""
-        return self.settings.interval is not None and step % self.settings.interval == 0
+        """Whether a checkpoint is to be written after `step` steps: at each interval and after the last step."""
+        interval = self.settings.interval
+        return interval is not None and (step % interval == 0 or step == self.config.train.steps)
 
     def save(
         self, engine: Engine, step: int, position: Mapping[str, Any], extra: Mapping[str, Any], *, final: bool = False

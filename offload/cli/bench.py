@@ -77,12 +77,16 @@ def overhead_command(path: str | None, as_json: bool, rounds: int | None) -> Non
 )
 def models_command(modes: tuple[str, ...], write: str | None) -> None:
     """Small models of many architectures with and without offload, bit for bit. Needs transformers and peft."""
+    from importlib.util import find_spec
     from pathlib import Path
 
     from offload.bench import architectures
 
     if unknown := set(modes) - set(architectures.MODES):
         raise click.UsageError(f"no mode {', '.join(sorted(unknown))}; there are {', '.join(architectures.MODES)}")
+    # Each would be an error in a cell of its own, and with --write they would replace a good table.
+    if absent := [name for name in ("transformers", "peft") if find_spec(name) is None]:
+        raise click.UsageError(f"not installed: {', '.join(absent)}; pip install {' '.join(absent)}")
     click.echo(
         architectures.run(
             lambda line: click.echo(line, err=True),

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from safetensors.torch import load_file
 
 import offload
 from offload.checkpoint import complete_checkpoints, tensorfile
+from offload.checkpoint import run as checkpoint_run
+from offload.checkpoint.run import RunCheckpoints
 from offload.cli import main
 from tests.forked import Command
 
@@ -199,6 +202,36 @@ def full_disk(*_: Any) -> None:
 
 
 FEW = ("train.steps=4", "optimizer.warmup_steps=0", "train.eval_interval=0", "train.eval_batches=0")
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_the_last_step_is_saved_between_intervals_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None, background: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["checkpoint.interval=3", f"checkpoint.background={background}", "--run-dir", "run", "--resume", "auto"]
+    common = ["train", *TINY, *FEW, "train.micro_batches=1", *settings]
+    for steps, saved in ((4, [3, 4]), (4, [3, 4]), (5, [4, 5])):
+        assert CliRunner().invoke(main, [*common, f"train.steps={steps}"]).exit_code == 0
+        assert [step for step, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == saved
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert summary["checkpoint"].endswith(f"step-{steps:08d}")
+
+
+@pytest.mark.parametrize(
+    ("last", "left", "interval", "count"), [(4, 4, 3, 2), (6, 6, 3, 2), (10, 5, 4, 2), (10, 1, 4, 1), (10, 0, 4, 1)]
+)
+def test_the_last_checkpoint_counts_among_those_that_need_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, left: int, interval: int, count: int
+) -> None:
+    config = offload.load_config({"train": {"steps": last}, "checkpoint": {"interval": interval}})
+    checkpoints = RunCheckpoints(config, tmp_path, print, print)
+    engine: Any = SimpleNamespace(checkpoint_bytes=lambda: 1000)
+    monkeypatch.setattr(checkpoint_run, "free_bytes", lambda _: 1000 * count)
+    checkpoints.check_space(engine, left)
+    monkeypatch.setattr(checkpoint_run, "free_bytes", lambda _: 1000 * count - 1)
+    with pytest.raises(offload.ConfigError, match=r"checkpoint\.directory"):
+        checkpoints.check_space(engine, left)
 
 
 @pytest.mark.parametrize("background", ["true", "false"])

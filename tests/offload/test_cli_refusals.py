@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import subprocess
 import sys
@@ -107,6 +108,14 @@ def test_every_option_is_refused_in_one_line(a_run: Path, arguments: list[str], 
     Path("file").write_text("neither weights nor a checkpoint")
     assert said in refused(*(str(a_run) if text == "RUN" else text for text in arguments))
     assert os.listdir() == ["file"]
+
+
+def test_a_comparison_without_its_libraries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    Path("table").write_text("as it was")
+    assert "not installed: peft; pip install peft" in refused("bench", "models", "--write", "table")
+    assert Path("table").read_text() == "as it was"
 
 
 def test_an_export_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
