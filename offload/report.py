@@ -80,11 +80,18 @@ def read_run(path: str | Path) -> RunRecord:
 def step_seconds(run: RunRecord) -> list[dict[str, float]]:
     """For each step of the trace, seconds of every track in it; "other" is what no thread of ours accounts for."""
     found = []
-    for step in (span for span in run.spans if span.track == STEP):
+    begun = iter(sorted((span for span in run.spans if span.track != STEP), key=lambda span: span.begun_ns))
+    coming, active = next(begun, None), list[Span]()
+    for step in sorted((span for span in run.spans if span.track == STEP), key=lambda span: span.begun_ns):
+        while coming is not None and coming.begun_ns < step.ended_ns:
+            active.append(coming)
+            coming = next(begun, None)
+        # What ended before this step began is in no later one, so a step costs what is in it, not the whole trace.
+        active = [span for span in active if span.ended_ns > step.begun_ns]
         inside = [
             span._replace(begun_ns=max(span.begun_ns, step.begun_ns), ended_ns=min(span.ended_ns, step.ended_ns))
-            for span in run.spans
-            if span.track != STEP and span.begun_ns < step.ended_ns and step.begun_ns < span.ended_ns
+            for span in active
+            if span.begun_ns < step.ended_ns
         ]
         row = {track: 0.0 for track in TRACKS if track != STEP}
         for span in inside:
