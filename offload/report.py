@@ -143,7 +143,7 @@ def pictures(run: RunRecord) -> dict[str, bytes]:
         matplotlib: Any = importlib.import_module("matplotlib")
     except ImportError:
         raise ConfigError(
-            ["offload report draws with matplotlib (the `report` extra), which is not installed: pip install matplotlib"]
+            ["offload report draws with matplotlib (extra `report`), which is not installed: pip install matplotlib"]
         ) from None
     matplotlib.use("Agg")
     plt: Any = importlib.import_module("matplotlib.pyplot")

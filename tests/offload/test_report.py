@@ -76,6 +76,14 @@ def test_figures_of_a_run_without_one(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found)) == found
 
 
+def test_spans_count_in_every_step_that_they_reach_into(tmp_path: Path) -> None:
+    run = report.read_run(recorded(tmp_path / "run"))
+    steps = [Span(STEP, "step", begun, begun + 10 * SECOND, 0) for begun in (20 * SECOND, 0, 10 * SECOND)]
+    spans = [(-5, -1), (-1, 1), (2, 3), (9, 21), (12, 13), (10, 20), (29, 40), (30, 31)]
+    run.spans = [*steps, *(Span(COMPUTE, "x", low * SECOND, high * SECOND, 0) for low, high in reversed(spans))]
+    assert [row["compute"] for row in report.step_seconds(run)] == [3.0, 21.0, 2.0]
+
+
 @pytest.mark.parametrize("trace", [True, False])
 def test_pictures(tmp_path: Path, trace: bool) -> None:
     pytest.importorskip("matplotlib")
