@@ -278,10 +278,12 @@ class FlatState:
 
     def jobs(self, updates: Sequence[Update], gradients: TakenGradients) -> Iterator[ChunkJob]:
         """The chunks that hold a parameter to update, in order."""
+        first = True
         for lo, hi in self._pieces(0, self.flat.padded, self.start, self.end, self._step_chunk(gradients)):
             parts = [u for u in updates if u.slot.numel and u.slot.offset < hi and lo < u.slot.end]
             if parts:
-                yield ChunkJob(self, lo, hi, parts, gradients)
+                yield ChunkJob(self, lo, hi, parts, gradients, first=first)
+                first = False
 
     def _step_chunk(self, gradients: TakenGradients) -> int:
         """Elements of a chunk of a step: as many as a slot holds of what passes through it. Slots have room for a chunk
@@ -407,12 +409,19 @@ class FlatState:
 
 
 class ChunkJob:
-    """One chunk of an optimizer step: start the reads, run the kernel, start the writes."""
+    """One chunk of an optimizer step: start the reads, run the kernel, start the writes. `first`: of its flat."""
 
     def __init__(
-        self, state: FlatState, lo: int, hi: int, updates: Sequence[Update], gradients: TakenGradients
+        self,
+        state: FlatState,
+        lo: int,
+        hi: int,
+        updates: Sequence[Update],
+        gradients: TakenGradients,
+        *,
+        first: bool = True,
     ) -> None:
-        self.state, self.lo, self.hi, self.updates = state, lo, hi, updates
+        self.state, self.lo, self.hi, self.updates, self._first = state, lo, hi, updates, first
         self._taken = gradients
         self._operands: dict[str, Operand] = {}
         self._gradients: GradientOperands | None = None
@@ -422,7 +431,8 @@ class ChunkJob:
         """Starts to read what the kernel needs into a staging slot, which is the job's from now on."""
         state = self.state
         self._staging = staging
-        state.wait_written()
+        if self._first:  # writes that begin later are of this very step, of chunks that no other one reads
+            state.wait_written()
         carver = Carver(staging)
         self._operands = state._operands(self.lo, self.hi, carver, on_device=state.on_device)
         self._gradients = self._taken.operands(self.lo, self.hi, carver, on_device=state.on_device)

@@ -14,7 +14,8 @@ import torch
 import offload
 from offload.models import Llama, LlamaConfig
 from offload.state import ChunkJob
-from tests.engine.common import Case, decoder, running, token_batches
+from swap import FaultPlan
+from tests.engine.common import Case, Reference, decoder, running, token_batches
 
 SIZES = LlamaConfig(vocab_size=193, hidden_size=96, intermediate_size=600, layers=2, heads=2, max_positions=16)
 WHERE = list(
@@ -118,3 +119,31 @@ def test_slots_that_are_read_ahead_leave_two(alone: bool, tmp_path: Path, monkey
             engine.step()
         engine.synchronize()
     assert 3 < max(taken) <= count - 2
+
+
+def test_a_chunk_does_not_wait_for_writes_of_the_ones_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within one update chunks read what no other writes; the next update waits for all of them."""
+    case = Case(optimizer="nvme", parameters="host", gradients="host", wide=True, schedule="barrier")
+    beside, after = [], []
+    start = ChunkJob.start
+
+    def noted(job: ChunkJob, staging: Any) -> None:
+        (after if job._first else beside).append(job.state.writing)
+        start(job, staging)
+        if job._first:
+            assert not job.state.writing
+
+    monkeypatch.setattr(ChunkJob, "start", noted)
+    faults = FaultPlan(seed=1).delay(0.05, operation="write")
+    twin = Reference(decoder(wide=True))
+    with running(decoder(wide=True), case, tmp_path, faults=faults) as engine:
+        for ids in token_batches(3):
+            engine.backward(engine(ids, labels=ids).loss)
+            engine.step()
+            twin.backward(twin.model(ids, labels=ids).loss)
+            twin.step()
+        found = {name: value.clone() for name, value in engine.named_full_parameters()}
+    assert any(beside)
+    assert all(torch.equal(found[name], p.detach()) for name, p in twin.model.named_parameters())
