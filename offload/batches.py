@@ -67,13 +67,13 @@ class BatchTraining(StateAccess):
         taken back.
 
         Raises:
-            ValueError: no micro-batch, no loss to be found, or token counts for some micro-batches only.
-            TypeError: one micro-batch in place of several.
+            ValueError: no micro-batch, one in place of several, no loss to be found, or token counts for some
+                micro-batches only.
             GradientError: gradients of an earlier backward are held; step or zero_grad first.
         """
         self._check("train_batch was called")
         if isinstance(micro_batches, Mapping):
-            raise TypeError("train_batch takes a list of micro-batches, not one: train_batch([batch])")
+            raise ValueError("train_batch takes a list of micro-batches, not one: train_batch([batch])")
         batches = list(micro_batches)
         if not batches:
             raise ValueError("train_batch needs at least one micro-batch")

@@ -127,7 +127,7 @@ def test_what_cannot_be_a_loss_is_named_and_leaves_nothing_behind(swap_folder: P
         before = states_of(engine)
         with pytest.raises(ValueError, match="at least one"):
             engine.train_batch([])
-        with pytest.raises(TypeError, match=r"train_batch\(\[batch\]\)"):
+        with pytest.raises(ValueError, match=r"train_batch\(\[batch\]\)"):
             engine.train_batch(good)
         with pytest.raises(ValueError, match=r"outputs\.loss of micro-batch 1"):
             engine.train_batch([good, {"input_ids": ids}])
