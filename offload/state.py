@@ -215,11 +215,6 @@ class FlatState:
         start = first + (lo - first) // chunk * chunk
         return self.flat.chunks(chunk, start, hi if lo < hi else start)
 
-    def grid(self, position: int) -> int:
-        """Where a chunk begins that holds the element at `position`, which is here."""
-        first = self.start if self.start <= position < self.end else self.weight.base
-        return first + (position - first) // self.chunk * self.chunk
-
     def range_here(self, slot: Slot, *, states: bool) -> tuple[int, int]:
         """Which elements of the parameter at `slot` this rank has: of its weight, or of its optimizer states."""
         lo, hi = (self.start, self.end) if states else (self.weight.base, self.weight.end)
