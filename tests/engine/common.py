@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -94,7 +95,7 @@ def running(model: nn.Module, case: Case, folder: Path, **options: Any) -> Itera
         engine.close()
 
 
-def decoder(*, wide: bool = False, dropout: float = 0.0, seed: int = 0) -> Llama:
+def decoder(*, wide: bool = False, dropout: float = 0.0, seed: int = 0, layers: int = 3) -> Llama:
     """Three blocks, vocabulary 97, width 24, tied head. A `wide` one has matrices of three and a half layout blocks."""
     torch.manual_seed(seed)
     return Llama(
@@ -102,7 +103,7 @@ def decoder(*, wide: bool = False, dropout: float = 0.0, seed: int = 0) -> Llama
             vocab_size=VOCABULARY,
             hidden_size=WIDTH,
             intermediate_size=600 if wide else 64,
-            layers=3,
+            layers=layers,
             heads=3,
             max_positions=32,
             tie_embeddings=True,
@@ -357,3 +358,13 @@ def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str,
         rows.append(row)
         missing -= covered
     return rows
+
+
+def cover(factors: dict[str, Sequence[Any]], seed: int = 0) -> Any:
+    """`pytest.mark.parametrize` of all factors: a pairwise cover in the ordinary run, what is left under `acceptance`."""
+    chosen = pairwise(factors, seed)
+    params = []
+    for row in product(factors):
+        marks = () if row in chosen else (pytest.mark.acceptance,)
+        params.append(pytest.param(*row.values(), id="-".join(map(str, row.values())), marks=marks))
+    return pytest.mark.parametrize(tuple(factors), params)

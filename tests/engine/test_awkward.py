@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offload.errors import PlanError
 
-from .common import TIERS, Case, Reference, assert_states_equal, placed, running, states_of
+from .common import TIERS, Case, Reference, assert_states_equal, cover, placed, running, states_of
 
 SIZES = (0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 1_000_003)
 MIB = 1 << 20
@@ -112,9 +112,7 @@ def train(model: nn.Module, case: Case, folder: Path, steps: int = 5, parts: int
             assert limit is None or sum(report.current[tier].values()) <= limit
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("device", ["cpu", "sim"])
-@pytest.mark.parametrize("kind", ["mixed", "frozen", "many"])
+@cover({"kind": ["mixed", "frozen", "many"], "device": ["cpu", "sim"], "tier": TIERS})
 def test_awkward_parameters(kind: str, device: str, tier: str, swap_folder: Path) -> None:
     train(build(kind), placed(device, tier, staging=MIB, chunk=64 << 10), swap_folder)
 

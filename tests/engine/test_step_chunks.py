@@ -4,7 +4,6 @@ ones.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ import offload
 from offload.models import Llama, LlamaConfig
 from offload.state import ChunkJob
 from swap import FaultPlan
-from tests.engine.common import Case, Reference, decoder, running, token_batches
+from tests.engine.common import TIERS, Case, Reference, decoder, pairwise, product, running, token_batches
 
 SIZES = LlamaConfig(vocab_size=193, hidden_size=96, intermediate_size=600, layers=2, heads=2, max_positions=16)
-WHERE = list(
-    itertools.product(("cpu", "sim"), ("device", "host", "nvme"), ("device", "host", "nvme"), ("host", "nvme"))
-)
-"""(device, tiers of parameters, gradients and optimizer states)"""
+WHERE = {"device": ("cpu", "sim"), "parameters": TIERS, "gradients": TIERS, "optimizer": ("host", "nvme")}
 
 
 @pytest.fixture
@@ -65,13 +61,15 @@ def trained(folder: Path, where: tuple[str, ...], fmt: str, *, chunk: str = "16K
         return {n: v.clone() for n, v in engine.named_full_parameters()}
 
 
+@pytest.mark.parametrize("everywhere", [False, pytest.param(True, marks=pytest.mark.acceptance)])
 @pytest.mark.parametrize("fmt", ["compact", "fp32"])
 def test_every_element_once_and_the_same_numbers(
-    fmt: str, tmp_path: Path, ranges: dict[str, list[tuple[int, int]]]
+    fmt: str, everywhere: bool, tmp_path: Path, ranges: dict[str, list[tuple[int, int]]]
 ) -> None:
     expected = trained(tmp_path, ("cpu", "host", "host", "host"), fmt)
     whole = {unit: (min(lo for lo, _ in found), max(hi for _, hi in found)) for unit, found in ranges.items()}
-    for where in WHERE[:: 1 if fmt == "compact" else 3]:
+    for row in product(WHERE) if everywhere else pairwise(WHERE, seed=len(fmt)):
+        where = tuple(row.values())
         ranges.clear()
         values = trained(tmp_path, where, fmt)
         assert all(torch.equal(values[name], expected[name]) for name in expected), where
