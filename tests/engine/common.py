@@ -361,7 +361,7 @@ def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str,
 
 
 def cover(factors: dict[str, Sequence[Any]], seed: int = 0) -> Any:
-    """`pytest.mark.parametrize` of all factors: a pairwise cover ordinarily, what is left of them under `acceptance`."""
+    """`pytest.mark.parametrize` of all factors: a pairwise cover ordinarily, the others under `acceptance`."""
     chosen = pairwise(factors, seed)
     params = []
     for row in product(factors):
