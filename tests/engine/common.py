@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -362,6 +361,8 @@ def pairwise(factors: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str,
 
 def cover(factors: dict[str, Sequence[Any]], seed: int = 0) -> Any:
     """`pytest.mark.parametrize` of all factors: a pairwise cover ordinarily, the others under `acceptance`."""
+    import pytest  # scripts that only want a model need not wait for it
+
     chosen = pairwise(factors, seed)
     params = []
     for row in product(factors):

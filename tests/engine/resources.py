@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 from torch import nn
 
+from tests import programs
+
 ROOT = Path(__file__).resolve().parents[2]
 TIERS = ("parameters", "gradients", "optimizer")
 
@@ -78,6 +80,16 @@ def tiny() -> nn.Module:
 
 def run_script(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Runs Python code in a process of its own; `timeout` is only a watchdog."""
+    return programs.run("-c", script, *arguments, env=environment(), timeout=timeout)
+
+
+def start_script(script: str, *arguments: str) -> programs.Program:
+    """The same without waiting."""
+    return programs.Program("-c", script, *arguments, env=environment())
+
+
+def run_anew(script: str, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """As `run_script`, in a process that imports everything itself: what it takes of memory is its own."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), *arguments],
         cwd=ROOT,
@@ -86,18 +98,6 @@ def run_script(script: str, *arguments: str, timeout: float = 60.0) -> subproces
         text=True,
         timeout=timeout,
         check=False,
-    )
-
-
-def start_script(script: str, *arguments: str) -> subprocess.Popen[str]:
-    """The same without waiting."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import offload
 from offload.errors import UnsupportedModelError
 from offload.models import Llama, LlamaConfig
-from tests.engine.resources import run_script
+from tests.engine.resources import run_anew
 
 TIERS = ("parameters", "optimizer", "gradients")
 
@@ -463,7 +463,7 @@ MEMORY_SCRIPT = """
 
 def test_memory_while_a_model_is_taken_over(swap_folder: Path) -> None:
     """420 MB of weights in 16 units on nvme: one unit at a time under `empty_init`; a real model is given up."""
-    ran = run_script(MEMORY_SCRIPT, str(swap_folder), timeout=110)
+    ran = run_anew(MEMORY_SCRIPT, str(swap_folder), timeout=110)
     assert ran.returncode == 0, ran.stderr
     (built, peak, after), (real_built, real_peak, real_after) = (
         map(int, line.split()) for line in ran.stdout.splitlines()

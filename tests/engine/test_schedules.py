@@ -414,9 +414,11 @@ def test_closing_gives_up_what_is_pending(swap_folder: Path, monkeypatch: pytest
     with nothing_left_of(swap_folder):
         with deferred(swap_folder) as engine:
             stepped(engine)
-            threading.Timer(0.05, held.gate.set).start()
+            timer = threading.Timer(0.05, held.gate.set)
+            timer.start()
         with pytest.raises(OffloadError, match="closed"):
             engine.synchronize()
+        timer.join()
 
 
 def test_a_forgotten_engine_with_pending_updates_is_collected(swap_folder: Path) -> None:

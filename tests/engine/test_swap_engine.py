@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from swap import SwapIOError
 from swap.faults import FaultPlan
 from swap.files import find_leftovers, remove_leftovers
 from swap.native import probe_io_uring
+from tests import programs
 from tests.engine.common import decoder, token_batches
 from tests.engine.resources import (
     descriptors,
@@ -26,7 +28,6 @@ from tests.engine.resources import (
     on_nvme,
     pinned,
     rss,
-    run_script,
     start_script,
     threads,
     tiny,
@@ -290,21 +291,13 @@ def test_a_path_on_a_full_disk_is_refused_with_the_remedy(swap_folder: Path) -> 
 
 
 def test_the_doctor_announces_what_a_run_then_does(swap_folder: Path) -> None:
-    done = run_script(
-        """
-        import json, subprocess, sys
-        command = [sys.executable, "-m", "offload", "doctor", "--json", sys.argv[1], "/dev/shm", "/nowhere"]
-        found = subprocess.run(command, capture_output=True, text=True)
-        report = json.loads(found.stdout)
-        by_name = {check["name"]: check for check in report["checks"]}
-        assert found.returncode == 1 and report["status"] == "failure", found
-        assert by_name["swap path /nowhere"]["status"] == "failure"
-        assert by_name["swap path /dev/shm"]["status"] == "warning" and by_name["swap path /dev/shm"]["remedy"]
-        assert by_name["io_uring"]["detail"].startswith("usable")
-        assert all(check["remedy"] for check in report["checks"] if check["status"] != "ok")
-        for name in ("kernel", "memlock", "host memory", "NUMA", "processors", "kernels", "device"):
-            assert name in by_name, name
-        """,
-        str(swap_folder),
-    )
-    assert done.returncode == 0, done.stderr
+    found = programs.run("-m", "offload", "doctor", "--json", str(swap_folder), "/dev/shm", "/nowhere")
+    report = json.loads(found.stdout)
+    by_name = {check["name"]: check for check in report["checks"]}
+    assert found.returncode == 1 and report["status"] == "failure", found
+    assert by_name["swap path /nowhere"]["status"] == "failure"
+    assert by_name["swap path /dev/shm"]["status"] == "warning" and by_name["swap path /dev/shm"]["remedy"]
+    assert by_name["io_uring"]["detail"].startswith("usable")
+    assert all(check["remedy"] for check in report["checks"] if check["status"] != "ok")
+    for name in ("kernel", "memlock", "host memory", "NUMA", "processors", "kernels", "device"):
+        assert name in by_name, name

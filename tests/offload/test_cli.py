@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from offload.cli import main
 from offload.config import load_config
 from swap import FaultPlan
 from swap.files import host_name
+from tests import programs
 
 TINY = (
     "model.hidden_size=32",
@@ -55,7 +55,7 @@ class Command:
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor")}
         self.environment = os.environ | {"TMPDIR": str(self.tmp), "PYTHONPATH": path} | cache
 
-    def start(self, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "offload", *arguments],
             cwd=self.cwd,
@@ -63,14 +63,17 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=before,
         )
 
-    def apart(self, *arguments: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    def apart(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs the command in a process of its own."""
-        process = self.start(*arguments, before=before)
+        process = self.start(*arguments)
         out, err = process.communicate(timeout=100)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def forked(self, *arguments: str, before: str = "") -> programs.Program:
+        """Starts the command in a process that need not import torch, and runs `before` first."""
+        return programs.Program("-m", "offload", *arguments, cwd=self.cwd, env=self.environment, before=before)
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs the command in this process: most of the time of a tiny run is the import of torch."""
@@ -176,15 +179,15 @@ def test_a_factory_beside_the_configuration(offload: Command) -> None:
         (["train.steps=many"], "command line: train.steps = 'many': must be a whole number"),
         (["memory.host=12 parsecs"], "memory.host = '12 parsecs'"),
         (["memory.nvme_paths=missing"], "missing"),
-        (["memory.nvme=1MiB", "placement.optimizer=nvme"], "memory.nvme"),
+        ([*TINY, "memory.nvme=64KiB"], "memory.nvme"),
         (["data.files=*.missing"], "data.files: '*.missing'"),
         (["data.context=1000000"], "data.context"),
         (["model.preset=9b"], "model.preset = '9b'"),
         (["model.preset=none", "model.factory=absent:build"], "absent"),
-        (["optimizer.no_decay=['nothing*']"], "optimizer.no_decay"),
-        (["units.wrap=['NoSuchBlock']"], "NoSuchBlock"),
+        ([*TINY, "optimizer.no_decay=['nothing*']"], "optimizer.no_decay"),
+        ([*TINY, "units.wrap=['NoSuchBlock']"], "NoSuchBlock"),
         (["checkpoint.keep_every=5"], "keep_every = 5"),
-        (["checkpoint.interval=1", "train.steps=1000000000"], "checkpoint.directory"),
+        ([*TINY, "checkpoint.interval=1", "train.steps=1000000000"], "checkpoint.directory"),
         (["train.steps=3", "stray"], "'stray'"),
     ],
 )
@@ -210,7 +213,7 @@ def test_a_used_run_directory_is_left_alone(offload: Command) -> None:
     assert offload.tree() == ["run", "run/summary.json"]
 
 
-def wait_for(path: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for(path: Path, count: int, process: subprocess.Popen[str] | programs.Program) -> None:
     """Until ``path`` has ``count`` lines."""
     while process.poll() is None:
         if path.exists() and len(path.read_text().splitlines()) >= count:
@@ -222,7 +225,8 @@ def wait_for(path: Path, count: int, process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("records", [0, 1, 4], ids=["set-up", "first step", "training"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_a_run_in_order(offload: Command, signum: int, records: int) -> None:
-    process = offload.start("train", *TINY, "train.steps=1000000", "train.eval_interval=7", "--run-dir", "run")
+    start = offload.start if records == 0 else offload.forked  # set-up imports
+    process = start("train", *TINY, "train.steps=1000000", "train.eval_interval=7", "--run-dir", "run")
     wait_for(offload.cwd / "run" / "metrics.jsonl", records, process)
     process.send_signal(signum)
     out, err = process.communicate(timeout=30)
@@ -240,7 +244,7 @@ def test_signals_end_a_run_in_order(offload: Command, signum: int, records: int)
 
 
 def test_a_killed_run_leaves_no_swap_file(offload: Command) -> None:
-    process = offload.start("train", *TINY, "train.steps=1000000", "--run-dir", "run")
+    process = offload.forked("train", *TINY, "train.steps=1000000", "--run-dir", "run")
     wait_for(offload.cwd / "run" / "metrics.jsonl", 2, process)
     process.kill()
     process.communicate(timeout=30)
@@ -249,15 +253,12 @@ def test_a_killed_run_leaves_no_swap_file(offload: Command) -> None:
 
 
 def test_a_fault_of_the_disk_is_one_line(offload: Command) -> None:
-    def small_files() -> None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))
-
-    done = offload.apart("train", *TINY, "train.steps=3", "--run-dir", "run", before=small_files)
-    assert done.returncode in (1, 2), (done.stdout, done.stderr)
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and "File too large" in lines[0] and "run/swap" in lines[0], done.stderr
+    small_files = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, 64 << 10))"
+    done = offload.forked("train", *TINY, "train.steps=3", "--run-dir", "run", before=small_files)
+    _, said = done.communicate(timeout=100)
+    assert done.returncode in (1, 2), said
+    lines = said.strip().splitlines()
+    assert len(lines) == 1 and "File too large" in lines[0] and "run/swap" in lines[0], said
     assert "swap" not in [Path(name).name for name in offload.tree()]
 
 

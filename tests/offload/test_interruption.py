@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ import pytest
 from offload.config import load_config
 from offload.interruption import Interrupted, Interruption
 from offload.telemetry import Progress, RunDirectory
+from tests import programs
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -83,7 +83,7 @@ def test_a_later_second_signal_ends_the_process() -> None:
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print('still here')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = programs.run("-c", code)
     assert done.returncode == 130, done.stderr
     assert done.stdout == ""
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -29,6 +26,7 @@ from swap import (
     wait_all,
 )
 from swap.engines.protocol import PATIENCE, Priority
+from tests import programs
 
 from .memory import aligned
 
@@ -492,9 +490,7 @@ def test_an_interpreter_exits_cleanly_with_open_stores(tmp_path: Path, engine: s
         if {how == "raises"}:
             raise KeyError("on purpose")
     """
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100, check=False
-    )
+    result = programs.run("-c", program)
     if how == "forgets":
         assert (result.returncode, result.stderr) == (0, "")
     else:

@@ -7,8 +7,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from swap import (
 )
 from swap import files as swap_files
 from swap.engines.system import OperatingSystem
+from tests import programs
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -438,11 +437,7 @@ KILLED = """
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_killed_process_leaves_nothing_or_what_can_be_removed(tmp_path: Path, engine: str, keep: bool) -> None:
-    program = textwrap.dedent(KILLED.format(keep=keep, path=str(tmp_path), engine=engine))
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdin is not None
+    process = programs.Program("-c", KILLED.format(keep=keep, path=str(tmp_path), engine=engine))
     try:
         assert process.stdout.readline() == "ready\n"
         # Alive: nobody may take its directory away.

@@ -6,10 +6,7 @@ import errno
 import gc
 import logging
 import os
-import subprocess
-import sys
 import tempfile
-import textwrap
 import threading
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import torch
 
 from swap import PAGE, FaultPlan, Priority, SwapError, SwapIOError, SwapStore, engines, native
 from swap.native import UringProbe, probe_io_uring
+from tests import programs
 
 from .memory import aligned
 
@@ -90,22 +88,11 @@ def test_memory_that_cannot_be_pinned_is_said_once() -> None:
     """
     with tempfile.TemporaryDirectory() as path:  # pytest's own directories are closed to other users
         os.chmod(path, 0o777)
-        done = run_script(script, path)
+        done = programs.run("-c", script, path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["io_uring", "True", "0"]
     lines = [line for line in done.stderr.splitlines() if "io_uring" in line]
     assert len(lines) == 1 and "64 KiB" in lines[0] and "ulimit -l" in lines[0]
-
-
-def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
-    )
 
 
 def test_a_seccomp_filter_means_threads_and_one_line_that_says_so(tmp_path: Path) -> None:
@@ -137,7 +124,7 @@ def test_a_seccomp_filter_means_threads_and_one_line_that_says_so(tmp_path: Path
                 print(store.engine)
     """
     for engine in ("auto", "io_uring"):
-        done = run_script(script, str(tmp_path), engine)
+        done = programs.run("-c", script, str(tmp_path), engine)
         if done.returncode == 77:
             pytest.skip("no seccomp here")
         assert done.returncode == 0, done.stderr
