@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch.distributed as dist
 
+from tests import programs
 from tests.ranks.harness import ROOT, run_torchrun
 
 PROGRAM = ["-m", "tests.ranks.loop_program"]
@@ -17,7 +16,7 @@ PROGRAM = ["-m", "tests.ranks.loop_program"]
 def _by_hand(how: str) -> list[tuple[int, str]]:
     """Exit status and errors by rank. No launcher, which would end the others before they can speak, but its store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[programs.Program] = []
     try:
         for rank in range(2):
             environment = {
@@ -25,10 +24,9 @@ def _by_hand(how: str) -> list[tuple[int, str]]:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
             }  # fmt: skip
-            command = [sys.executable, *PROGRAM, how]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
+            processes.append(programs.Program(*PROGRAM, how, env=environment))
         errors = [process.communicate(timeout=200)[1] for process in processes]
-        return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+        return [(process.wait(), error) for process, error in zip(processes, errors, strict=True)]
     finally:
         for process in processes:
             process.kill()
