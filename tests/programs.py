@@ -8,6 +8,7 @@ while libraries are loaded need a process started anew.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -130,6 +131,11 @@ def run(*arguments: str, timeout: float = 100.0, **options: Any) -> subprocess.C
     return subprocess.CompletedProcess(arguments, program.returncode, out, err)
 
 
+def descriptors() -> set[int]:
+    """What this process has open for its server, if it has one."""
+    return {_server().fileno()} if _server.cache_info().currsize else set()
+
+
 @functools.cache
 def _server() -> socket.socket:
     """The connection to this process's server, which ends with it."""
@@ -138,6 +144,7 @@ def _server() -> socket.socket:
     command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
     subprocess.Popen(command, cwd=ROOT, env=variables, pass_fds=[theirs.fileno()], start_new_session=True)
     theirs.close()
+    atexit.register(ours.close)
     return ours
 
 
@@ -213,4 +220,4 @@ if __name__ == "__main__":
     if _asked is not None:
         exec(_prepare(_asked))
 
-__all__ = ["Program", "run", "runpy"]
+__all__ = ["Program", "descriptors", "run", "runpy"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from offload.config import load_config
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -27,14 +26,9 @@ def test_examples_stay_short(path: Path) -> None:
 
 @pytest.mark.parametrize("state", ["host", "nvme"])
 def test_the_plain_loop_learns(state: str, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "plain_loop.py"), "--steps", "10", "--hidden", "32", "--state", state],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = ["--steps", "10", "--hidden", "32", "--state", state]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = programs.run(str(EXAMPLES / "plain_loop.py"), *arguments, env=environment)
     assert done.returncode == 0, done.stderr
     before, after = (
         float(line.rpartition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("held-out loss")

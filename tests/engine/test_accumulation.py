@@ -31,7 +31,7 @@ from .common import (
     token_batches,
 )
 
-STEPS = 3
+STEPS = 2
 SPLITS = {"one batch": 1, "three": 3, "four": 4, "twelve": 12}
 
 

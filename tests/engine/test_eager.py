@@ -47,7 +47,7 @@ FACTORS: dict[str, Any] = {
     "dropout": (0.0, 0.2),
     "counted": (False, True),
 }
-STEPS = 4
+STEPS = 3
 
 
 def loss_and_count(outputs: Any, batch: Any) -> tuple[Tensor, int]:

@@ -22,6 +22,7 @@ from .common import (
     Case,
     Reference,
     assert_states_equal,
+    cover,
     decoder,
     placed,
     running,
@@ -77,10 +78,11 @@ def test_gathered_reads_everything_in_place(device: str, tier: str, swap_folder:
         assert_states_equal(states_of(engine), twin.states())
 
 
-@pytest.mark.parametrize(("device", "tier"), PLACES)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("way", ["in place", "data", "out", "init"])
-def test_what_is_written_under_gathered_stays(way: str, dtype: str, device: str, tier: str, swap_folder: Path) -> None:
+@cover({"way": ["in place", "data", "out", "init"], "dtype": ["fp32", "bf16"], "place": PLACES})
+def test_what_is_written_under_gathered_stays(
+    way: str, dtype: str, place: tuple[str, str], swap_folder: Path
+) -> None:
+    device, tier = place
     model, twin = pair(wide=True, dtype=dtype)
 
     def change(p: Tensor) -> None:

@@ -117,7 +117,7 @@ def train_any(row: dict[str, Any], folder: Path) -> None:
     count, dropout, clip = row.pop("count"), row.pop("dropout"), row.pop("clip")
     case = Case(**row)
     with twin(decoder(wide=case.wide, dropout=dropout), case, folder, max_grad_norm=clip) as pair:
-        for step in range(3):
+        for step in range(2):
             pair.step(labelled(count, step))
 
 

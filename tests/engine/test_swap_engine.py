@@ -89,8 +89,9 @@ FAULTS = {
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("kind", FAULTS)
 def test_each_fault_at_each_kind_of_request_is_one_exception(
-    kind: str, operation: str, engine: str, swap_folder: Path
+    kind: str, operation: str, engine: str, swap_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("swap.store._CLOSE_SECONDS", 0.2)
     arm, number = FAULTS[kind]
     plan = arm(FaultPlan(7), operation)
     config = on_nvme(swap_folder, engine, swap={"block": 4096, "checksum": True, "timeout": 0.5})

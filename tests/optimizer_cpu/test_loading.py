@@ -1,15 +1,13 @@
 """Choice of the instruction set, and every way in which the extension can be unusable."""
 
 import os
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import pytest
 import torch
 
 from optimizer_cpu import kernels, native, threads
+from tests import programs
 
 try:
     ISAS = native._import().supported_isas()
@@ -48,13 +46,8 @@ def test_the_extension_refuses_what_it_cannot_run():
 
 
 def run_python(code, **env):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, **env},
-    )
+    """In a process that has loaded no kernels."""
+    return programs.run("-c", code, env={**os.environ, **env})
 
 
 def test_forced_unknown_isa_is_one_clear_error():

@@ -92,69 +92,71 @@ def run(isa, fmt, planes, grad, h, scale=0.7):
     kernels.step_(fmt, planes, grad=grad, hyper=h, grad_scale=scale)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+# All instruction sets in one test: the reference, which takes longer than they, is computed once.
+
+
 @pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
-def test_every_length(isa, fmt, weight_dtype, grad_dtype):
+def test_every_length(fmt, weight_dtype, grad_dtype):
     for numel in LENGTHS:
         offset = numel % 5
-        ours, want = (fresh(fmt, weight_dtype, numel, numel, offset) for _ in range(2))
+        want, *by_isa = (fresh(fmt, weight_dtype, numel, numel, offset) for _ in (None, *ISAS))
         grad = torch.zeros(numel + offset, dtype=grad_dtype)[offset:]
         for step in (1, 2, 7):
             grad.copy_(gradient(numel, 31 * step + numel, grad_dtype, nonfinite=step == 7))
             before = grad.clone()
             h = hyper(step, decoupled=numel % 3 != 0)
-            run(isa, fmt, ours, grad, h)
             run("reference", fmt, want, grad, h)
-            assert torch.equal(grad.nan_to_num(1.0), before.nan_to_num(1.0))
-            assert_same(ours, want, (numel, step))
+            for isa, ours in zip(ISAS, by_isa, strict=True):
+                run(isa, fmt, ours, grad, h)
+                assert torch.equal(grad.nan_to_num(1.0), before.nan_to_num(1.0)), isa
+                assert_same(ours, want, (isa, numel, step))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
-def test_a_hundred_steps_with_varied_gradients(isa, fmt, weight_dtype, grad_dtype):
+def test_a_hundred_steps_with_varied_gradients(fmt, weight_dtype, grad_dtype):
     numel = 5_000
-    ours, want = (fresh(fmt, weight_dtype, numel, 3) for _ in range(2))
+    want, *by_isa = (fresh(fmt, weight_dtype, numel, 3) for _ in (None, *ISAS))
     for step in range(1, 101):
         grad = gradient(numel, step, grad_dtype) * (10.0 ** (step % 7 - 3))
         kernels.set_threads(1 + step % 4)
         h = hyper(step, lr=1e-3 / step)
-        run(isa, fmt, ours, grad, h, scale=1.0 / step)
-        run("reference", fmt, want, grad, h, scale=1.0 / step)
-    assert_same(ours, want, isa)
+        for isa, planes in zip(("reference", *ISAS), (want, *by_isa), strict=True):
+            run(isa, fmt, planes, grad, h, scale=1.0 / step)
+    for isa, ours in zip(ISAS, by_isa, strict=True):
+        assert_same(ours, want, isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("fmt", "weight_dtype", "grad_dtype"), CASES, ids=case_id)
-def test_long_ranges_threads_and_splits(isa, fmt, weight_dtype, grad_dtype):
-    check_threads_and_splits(isa, fmt, weight_dtype, grad_dtype, LONG, range(1, 9))
+def test_long_ranges_threads_and_splits(fmt, weight_dtype, grad_dtype):
+    check_threads_and_splits(fmt, weight_dtype, grad_dtype, LONG, range(1, 9))
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("fmt", format_names())
-def test_threads_and_splits(isa, fmt):
-    check_threads_and_splits(isa, fmt, torch.bfloat16, torch.bfloat16, 200_003, (1, 2, 3, 8))
+def test_threads_and_splits(fmt):
+    check_threads_and_splits(fmt, torch.bfloat16, torch.bfloat16, 200_003, (1, 2, 3, 8))
 
 
-def check_threads_and_splits(isa, fmt, weight_dtype, grad_dtype, numel, thread_counts):
+def check_threads_and_splits(fmt, weight_dtype, grad_dtype, numel, thread_counts):
     multiple = get_format(fmt).range_multiple
     grad = gradient(numel, 5, grad_dtype, nonfinite=True)
     start = fresh(fmt, weight_dtype, numel, 1)
     want = {k: t.clone() for k, t in start.items()}
     run("reference", fmt, want, grad, hyper(4))
     rng = random.Random(0)
-    for threads in thread_counts:
-        kernels.set_threads(threads)
-        whole = {k: t.clone() for k, t in start.items()}
-        run(isa, fmt, whole, grad, hyper(4))
-        assert_same(whole, want, (isa, threads))
-    parts = {k: t.clone() for k, t in start.items()}
     inner = {rng.randrange(numel // multiple) * multiple for _ in range(6)} | {0, multiple, numel}
     edges = sorted(inner)
     planes = get_format(fmt).planes(weight_dtype)
-    for a, b in itertools.pairwise(edges):
-        piece = {p.name: parts[p.name][p.slice_of(a, b)] for p in planes}
-        run(isa, fmt, piece, grad[a:b], hyper(4))
-    assert_same(parts, want, (isa, edges))
+    for isa in ISAS:
+        for threads in thread_counts:
+            kernels.set_threads(threads)
+            whole = {k: t.clone() for k, t in start.items()}
+            run(isa, fmt, whole, grad, hyper(4))
+            assert_same(whole, want, (isa, threads))
+        parts = {k: t.clone() for k, t in start.items()}
+        for a, b in itertools.pairwise(edges):
+            piece = {p.name: parts[p.name][p.slice_of(a, b)] for p in planes}
+            run(isa, fmt, piece, grad[a:b], hyper(4))
+        assert_same(parts, want, (isa, edges))
 
 
 @pytest.mark.parametrize("isa", [*ISAS, "reference"])

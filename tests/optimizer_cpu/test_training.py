@@ -1,28 +1,19 @@
 """CPUAdamW in whole training loops: the example, and inside transformers.Trainer."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from optimizer_cpu import CPUAdamW
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_example_trains():
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "cpu_adamw.py"), "--steps", "30", "--hidden", "64"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    result = programs.run(str(ROOT / "examples" / "cpu_adamw.py"), "--steps", "30", "--hidden", "64")
     assert result.returncode == 0, result.stderr
     before, after = (float(x) for x in re.findall(r"loss (?:before|after 30 steps): ([0-9.]+)", result.stdout))
     assert after < before - 1.5

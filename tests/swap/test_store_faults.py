@@ -395,6 +395,7 @@ def test_close_does_not_wait_for_a_hanging_drive_and_can_be_repeated(
         return real(self, fd, view, offset)
 
     monkeypatch.setattr(OperatingSystem, "pwrite_from", hang)
+    monkeypatch.setattr("swap.store._CLOSE_SECONDS", 0.2)
     store = SwapStore([tmp_path], engine=engine, queue_depth=1)
     extent = store.allocate(PAGE)
     hanging, queued = (store.write(extent, unaligned(PAGE)) for _ in range(2))
