@@ -9,7 +9,7 @@ PROCESSES ?= 2
 
 NATIVE := CMakeLists.txt $(wildcard optimizer_cpu/csrc/*)
 
-.PHONY: run test acceptance sanitize clean
+.PHONY: run test acceptance sanitize sanitize-address sanitize-thread clean
 
 # Train the built-in example: parameters, gradients and optimizer states in swap files.
 run: $(STAMP)-run
@@ -26,12 +26,14 @@ acceptance: $(STAMP)-test
 
 # The native kernels and their thread pool without Python, under AddressSanitizer + UBSan and under ThreadSanitizer.
 sanitize:
-	for kind in address,undefined thread; do \
-	  build="build/sanitize-$${kind%%,*}"; \
-	  cmake -S optimizer_cpu/csrc -B "$$build" -DSANITIZE="$$kind" -DCMAKE_BUILD_TYPE=Release && \
-	  cmake --build "$$build" && \
-	  ctest --test-dir "$$build" --output-on-failure || exit 1; \
-	done
+	$(MAKE) --jobs=$(PROCESSES) --output-sync=target sanitize-address sanitize-thread
+
+sanitize-address: SANITIZE := address,undefined
+sanitize-thread: SANITIZE := thread
+sanitize-address sanitize-thread:
+	cmake -S optimizer_cpu/csrc -B build/$@ -DSANITIZE=$(SANITIZE) -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/$@
+	ctest --test-dir build/$@ --output-on-failure
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
