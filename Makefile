@@ -48,5 +48,5 @@ $(STAMP)-run: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	touch $@
 
 $(STAMP)-test: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(PIP) install -q -c constraints.txt -e '.[test,hf,report]'
+	$(PIP) install -q --no-compile -c constraints.txt -e '.[test,hf,report]'  # the first import compiles what is needed
 	touch $@ $(STAMP)-run
