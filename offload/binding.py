@@ -36,7 +36,8 @@ from offload.binding_saved import SavedTensors, WeightHandle, pop_hooks, top_pai
 from offload.binding_uses import Use
 from offload.calls import RootHook, distinct_tensors, module_call, on_stack
 from offload.errors import OffloadError, StaleWeightsError
-from offload.parameters import ParameterRecord, record_of
+from offload.held import RECORD
+from offload.parameters import ParameterRecord
 from offload.prefetch import VisitOrder
 from offload.residency import Residency, Unit
 from offload.schedule.activations import Activations, Tally
@@ -157,31 +158,30 @@ class Binding:
         record.watched = True
         # Autograd keeps the hooks where the garbage collector does not look: they must not hold what holds the
         # parameter.
-        reference, unit, name = weakref.ref(self), record.unit, record.name
+        reference, unit, name, turn = weakref.ref(self), record.unit, record.name, self._turn
 
         def arriving(_gradient: Tensor) -> None:
             binding = reference()
             if binding is not None:
                 if binding.visitor is not None:
                     binding.visitor.gradient_due(unit, name)
-                if torch._C._current_graph_task_id() not in binding._tasks:
+                if _graph_task() not in binding._tasks:
                     with binding.lock:
                         binding._task()  # whose end ends the turn, should nothing be accumulated (torch.autograd.grad)
-                binding._turn.take()
+                turn.take()
 
         def arrived(parameter: Tensor) -> None:
-            binding, owner = reference(), record_of(parameter)
+            binding, owner = reference(), parameter.__dict__.get(RECORD)
             try:
                 # Outside its unit's forward the parameter's `.grad` would be the engine's.
-                with torch._C.DisableTorchFunctionSubclass():
+                with _no_function():
                     gradient, parameter.grad = parameter.grad, None
                 if gradient is not None and binding is not None and owner is not None:
                     binding._on_gradient(owner, gradient)
                     if binding.visitor is not None:
                         binding.visitor.gradient_added(unit, name, nested=binding.nested)
             finally:
-                if binding is not None:
-                    binding._turn.give()
+                turn.give()
 
         with torch._C.DisableTorchFunctionSubclass():
             self._watched[id(record)] = [
@@ -631,34 +631,39 @@ class Binding:
                 self._lease(task, unit, task)
 
     def _resolve(self, handle: WeightHandle) -> Tensor:
-        unit, record = handle.unit, handle.record
+        unit, record, version = handle[0], handle[1], handle[2]
         if self.visitor is not None and self._misses(unit):
             self.visitor.reaching([unit])
         with self.lock:
             with _no_function():
-                version = record.parameter._version + record.replaced
-            if handle.version != version:
+                now = record.parameter._version
+            if version != now + record.replaced:
                 raise StaleWeightsError(
                     f"{record.name}: its value changed after the forward whose backward is running "
                     "(by step(), gathered(modify=True) or a write in place); run the forward again"
                 )
-            task = self._tasks.get(_graph_task()) or self._task()
-            if task is None:
-                holder = object()
-                self._residency.acquire(unit, holder)
-                try:
-                    with torch.no_grad():
-                        return self._view(handle)
-                finally:
-                    self._residency.release(unit, holder)
-            if unit.index not in task.leases:
-                self._lease(task, unit, task)
-                if self.visitor is not None:
-                    self.visitor.leased([unit])
-            if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
-                self._hold_until_step(unit)
+            task = self._tasks.get(_graph_task())
+            if task is not None and unit.index in task.leases and not torch.is_grad_enabled():
+                return self._view(handle)
+            return self._lease_and_view(handle)
+
+    def _lease_and_view(self, handle: WeightHandle) -> Tensor:
+        unit, task = handle.unit, self._task()
+        if task is None:
+            holder = object()
+            self._residency.acquire(unit, holder)
+            try:
                 with torch.no_grad():
                     return self._view(handle)
+            finally:
+                self._residency.release(unit, holder)
+        if unit.index not in task.leases:
+            self._lease(task, unit, task)
+            if self.visitor is not None:
+                self.visitor.leased([unit])
+        if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
+            self._hold_until_step(unit)
+        with torch.no_grad():
             return self._view(handle)
 
     def _misses(self, unit: Unit) -> bool:
@@ -669,11 +674,20 @@ class Binding:
 
     @staticmethod
     def _view(handle: WeightHandle) -> Tensor:
-        record = handle.record
-        flat = handle.unit.flats[record.flat]
-        tensor = flat.buffer
-        if tensor is None and flat.fixed:
+        unit, record = handle[0], handle[1]
+        flat = unit.flats[record.flat]
+        if flat.loaded is not None:
+            if handle.whole:
+                return flat.loaded.views[record.position].detach()
+            tensor = flat.loaded.tensor
+        elif flat.fixed and flat.plane.tensor is not None:
             tensor = flat.plane.tensor
-        if tensor is None:
-            raise OffloadError(f"unit {handle.unit.name}: resident without a buffer")
+            if handle.whole:
+                place = tensor.data_ptr() + record.slot.offset * tensor.itemsize
+                with _no_function():
+                    # Unless somebody has just replaced its data, the parameter is a view of its place.
+                    if record.parameter.data_ptr() == place:
+                        return record.parameter.detach()
+        else:
+            raise OffloadError(f"unit {unit.name}: resident without a buffer")
         return tensor.as_strided(handle.shape, handle.stride, record.slot.offset + handle.offset)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.held import RECORD
+from offload.layout import contiguous_strides
 from offload.parameters import ParameterRecord
 from offload.residency import Residency, Unit
 
@@ -25,18 +26,19 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 _internals: Any = torch._C._autograd
 _Parameter = nn.Parameter
+_made = tuple.__new__  # what a named tuple's own constructor calls, from Python
 
 
 class Noting(Protocol):
     """Counts what a forward saves."""
 
-    def note(self, tensor: Tensor) -> None:
-        """A tensor that is no view of a unit is saved."""
+    storages: dict[int, int]
+    """Bytes of the storages of tensors that are saved and no views of a unit."""
 
 
 class WeightHandle(NamedTuple):
     """A saved view of a unit's buffer; `record` is the parameter it belongs to, from which `offset` counts: it may be
-    laid out elsewhere by the time the view is needed.
+    laid out elsewhere by the time the view is needed. `whole`: it is all of the parameter, as it is.
     """
 
     unit: Unit
@@ -45,6 +47,7 @@ class WeightHandle(NamedTuple):
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    whole: bool
 
 
 class WrittenInPlace(RuntimeError):
@@ -119,18 +122,29 @@ class SavedTensors:
         """
         outer = top_pair() if keep is None else None
 
-        find, resolve = self.handle, self._resolve
+        # This runs for everything that is saved, twice for each parameter of a model of small ones: no call that can be
+        # spared, nothing looked up twice. What is no view of a unit is packed as a plain pair, the cheapest there is:
+        # what the outer hooks made of it, or the tensor, detached, with its version where there are none.
+        storages, resolve, whole, view = self._residency.storages, self._resolve, self._whole, self._handle
+        noted = None if tally is None else tally.storages
 
-        # What is no view of a unit is packed as a plain pair, the cheapest there is: what the outer hooks made of it,
-        # or the tensor, detached, with its version where there are none.
         def pack(tensor: Tensor) -> Any:
-            handle = find(tensor)
-            if handle is not None:
-                return handle
+            try:
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+            except (RuntimeError, NotImplementedError):  # sparse layouts, functional wrappers: no storage
+                key = -1
+            place = storages.get(key)
+            if place is not None:
+                handle = whole(tensor, place[0]) if type(tensor) is _Parameter else None
+                if handle is None:
+                    handle = view(tensor, *place)
+                if handle is not None:
+                    return handle
             if keep is not None:
                 return keep(tensor)
-            if tally is not None:
-                tally.note(tensor)
+            if noted is not None and key != -1:
+                noted[key] = storage.nbytes()
             if outer is not None:
                 return outer[0](tensor), -1
             return tensor.detach(), tensor._version
@@ -142,48 +156,51 @@ class SavedTensors:
                 return packed.value()  # type: ignore[no-any-return]
             if outer is not None:
                 return outer[1](packed[0])
-            return check_version(*packed)
+            value, version = packed
+            return value if value._version == version else check_version(value, version)
 
         hooks = saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         return hooks
 
-    def handle(self, tensor: Tensor) -> WeightHandle | None:
-        """The handle of a view of a unit's buffer; None for any other tensor."""
-        try:
-            place = self._residency.storages.get(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse layouts, functional wrappers
+    @staticmethod
+    def _whole(tensor: Tensor, unit: Unit) -> WeightHandle | None:
+        """The handle of an offloaded parameter within its unit's forward, as most of what is saved, if it is where it
+        was in the last pass; at another version if a step came between.
+        """
+        record: ParameterRecord | None = tensor.__dict__.get(RECORD)
+        if record is None or record.saved is None:
             return None
-        if place is None:
+        # Its dtype cannot change, nor can it be conjugated, in place.
+        known: WeightHandle = record.saved
+        _, _, version, offset, shape, stride, _ = known
+        if (
+            known[0] is not unit
+            or tensor.shape != shape
+            or tensor.stride() != stride
+            or tensor.storage_offset() != record.slot.offset + offset
+        ):
             return None
-        unit, index = place
-        shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        # An offloaded parameter within its unit's forward, as most of what is saved: it is where it was in the last
-        # pass, at another version if a step came between. Its dtype cannot change, nor can it be conjugated, in place.
-        record: ParameterRecord | None = tensor.__dict__.get(RECORD) if type(tensor) is _Parameter else None
-        if record is not None:
-            known: WeightHandle | None = record.saved
-            if (
-                known is not None
-                and known.unit is unit
-                and known.shape == shape
-                and known.stride == stride
-                and offset == record.slot.offset + known.offset
-            ):
-                version = tensor._version + record.replaced
-                if known.version != version:
-                    known = record.saved = WeightHandle(unit, record, version, known.offset, shape, stride)
-                return known
+        now = tensor._version + record.replaced
+        if version != now:
+            known = record.saved = _made(WeightHandle, (unit, record, now, offset, shape, stride, known[6]))
+        return known
+
+    def _handle(self, tensor: Tensor, unit: Unit, index: int) -> WeightHandle | None:
+        """The handle of a tensor in the memory of a unit's flat `index`; None if it is no view as we know them."""
         flat = unit.flats[index]
         if tensor.dtype != flat.flat.dtype or tensor.is_conj() or tensor.is_neg():
             return None
+        shape, stride, offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         position = bisect_right(self._starts[id(unit)][index], offset) - 1
         if position < 0:
             return None
         holder = flat.records[position]
         with torch._C.DisableTorchFunctionSubclass():
             version = holder.parameter._version + holder.replaced
-        found = WeightHandle(unit, holder, version, offset - holder.slot.offset, shape, stride)
-        if record is holder:
-            record.saved = found
+        slot = holder.slot
+        whole = offset == slot.offset and shape == slot.shape and stride == contiguous_strides(slot.shape)
+        found = WeightHandle(unit, holder, version, offset - slot.offset, shape, stride, whole)
+        if type(tensor) is _Parameter and tensor.__dict__.get(RECORD) is holder:
+            holder.saved = found
         return found

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.adoption import adopt, orphan
 from offload.aliases import check_memory
 from offload.checkpoint.weights import WeightSource, values_of
 from offload.config import Config
@@ -30,7 +31,7 @@ from offload.parameters import OffloadedParameter, ParameterHost, ParameterRecor
 from offload.placement import Limits, Plan, Request, make_plan
 from offload.planes import SlotQueue
 from offload.recipe import build_param_groups
-from offload.residency import ResidentFlat, Unit, adopt, orphan
+from offload.residency import ResidentFlat, Unit
 from offload.schedule.choice import takes_at_once
 from offload.state import FlatState
 from offload.tiers import Tier, TierMemory

@@ -239,7 +239,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
             if self._last_unit is not None and self._last_unit != record.unit:
                 self._rest_gradients(self._last_unit)
             self._last_unit = record.unit
-            state = self._state(record)
+            state = self._states[record.unit, record.flat]
             assert state.local is not None
             if state.pending is not None and state.local is state.gradients:
                 state.wait_update()

@@ -20,6 +20,7 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from offload.tiers import Tier, TierMemory
 from optimizer_cpu import kernels
 from optimizer_cpu.formats import PlaneSpec
 from swap.errors import BudgetError
+
+_where = attrgetter("slot.offset")
 
 
 class _Key(enum.Enum):
@@ -161,8 +164,8 @@ class FlatGradients:
     def add(self, name: str, gradient: Tensor, queue: SlotQueue) -> None:
         """Adds one contribution: a device tensor of the parameter's shape and dtype."""
         entry = self._entries[name]
-        first = entry.held is Held.NOTHING
-        if first and entry.slot.numel and entry.slot.small and gradient.dtype == self.raw_spec.dtype:
+        slot, first = entry.slot, entry.held is Held.NOTHING
+        if first and not slot.large and slot.numel and gradient.dtype == self.raw_spec.dtype:
             if not self._late:
                 self._locate(entry, Held.RAW)  # refused now, if there is no room
             entry.held, entry.partials = Held.RAW, None
@@ -212,10 +215,11 @@ class FlatGradients:
 
     def rest(self, queue: SlotQueue) -> None:
         """Starts to write what has been gathered; `queue` knows when it is done."""
-        gathered = [e for e in self._entries.values() if e.gathering and e.held is not Held.NOTHING]
-        if gathered:
-            self._rest(gathered, queue)
-        if not self._taken and not any(entry.gathering for entry in self._entries.values()):
+        gathered = [e for e in self._entries.values() if e.gathering]
+        moving = [e for e in gathered if e.held is not Held.NOTHING]
+        if moving:
+            self._rest(moving, queue)
+        if not self._taken and len(moving) == len(gathered):
             for held in (Held.RAW, Held.SUM):
                 plane = self._planes.pop((held, Place.GATHERING), None)
                 if plane is not None:
@@ -322,6 +326,7 @@ class FlatGradients:
     def _move_late(self) -> None:
         """Copies first contributions that were kept as they came."""
         late, self._late = self._late, []
+        late.sort(key=_where)
         plane = self._locate(late[0], Held.RAW)
         assert plane.tensor is not None
         base = plane.base
@@ -339,10 +344,10 @@ class FlatGradients:
             entry.late = None
 
     def _runs(self, late: list[_Entry]) -> Iterator[list[_Entry]]:
-        """Those that lie side by side together: a copy over all of a run meets no other parameter."""
+        """Of entries in the order of the flat, those that lie side by side: a copy over all meets no other one."""
         place = {name: index for index, name in enumerate(self._entries)}
         run: list[_Entry] = []
-        for entry in sorted(late, key=lambda entry: entry.slot.offset):
+        for entry in late:
             if run and place[entry.slot.name] != place[run[-1].slot.name] + 1:
                 yield run
                 run = []
@@ -566,11 +571,13 @@ class GradientOperands:
 
 
 def _copy_all(target: Tensor, base: int, entries: list[_Entry]) -> None:
-    """Copies the late gradients of `entries` to their places in `target`, which begins at the flat's element `base`."""
+    """Copies the late gradients of `entries`, which are in the order of the flat, to their places in `target`, which
+    begins at the flat's element `base`.
+    """
     # Those that lie side by side go together: a unit may have very many, and a call for each costs more than its bytes.
     run: list[Tensor] = []
     start = stop = 0
-    for entry in sorted(entries, key=lambda entry: entry.slot.offset):
+    for entry in entries:
         gradient, slot = entry.late, entry.slot
         assert gradient is not None
         if run and slot.offset != stop:
@@ -578,7 +585,7 @@ def _copy_all(target: Tensor, base: int, entries: list[_Entry]) -> None:
             run = []
         if not run:
             start = slot.offset
-        stop = slot.end
+        stop = slot.offset + slot.numel
         run.append(gradient if gradient.dim() == 1 else gradient.reshape(-1))
     if run:
         torch.cat(run, out=target[start - base : stop - base])

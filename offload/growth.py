@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offload.adoption import abandon, adopt_flat
 from offload.build import (
     TRAINABLE,
     Blueprint,
@@ -41,7 +42,7 @@ from offload.optimizer import EngineOptimizer, follow
 from offload.parameters import ParameterRecord, record_of
 from offload.placement import Plan, chunk_for, extend_plan
 from offload.planes import SlotQueue
-from offload.residency import ResidentFlat, Unit, abandon, adopt_flat
+from offload.residency import ResidentFlat, Unit
 from offload.state import FlatState
 from offload.tiers import Tier
 from offload.units import UnitSpec, find_homes

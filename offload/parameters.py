@@ -58,6 +58,8 @@ class ParameterRecord:
     flat: int
     slot: Slot
     host: ParameterHost
+    position: int = 0
+    """Among the parameters of its flat."""
     version: int = 0
     """The parameter's autograd version when its unit was last bound; a difference reveals a write in place."""
     stub: Tensor = field(default_factory=lambda: torch.empty(0))

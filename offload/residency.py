@@ -3,9 +3,10 @@
 A unit is RESTING (its parameters are stubs), LOADING (a buffer is being filled) or RESIDENT (its parameters are views
 of the buffer). A lease is a right to the RESIDENT state, held under the name of a holder (any object); when the last
 one is given up the unit is RESTING again. Holders note a unit before they ask for it and may give it up twice, so an
-interrupt at any point leaves nothing that cannot be cleared up. A buffer is one Storage per load. It is dropped, never
-freed: its bytes come back when the last view of it dies, because users and autograd may keep views. Flats whose weight
-plane can be computed on where it rests (on the device, or on the host where the device is the CPU) are never loaded.
+interrupt at any point leaves nothing that cannot be cleared up. A buffer is dropped, never freed: its bytes come back
+when the last view of it dies, because users and autograd may keep views; one that nobody keeps a view of may serve the
+next load (`buffers`). Flats whose weight plane can be computed on where it rests (on the device, or on the host where
+the device is the CPU) are never loaded.
 
 Parameters are plain only while a holder has the unit open; for the other leases (those of a backward) they are as at
 rest, so that whatever uses them outside a forward goes through `OffloadedParameter`.
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from offload.adoption import orphan
+from offload.buffers import Buffers, Layout, Loaded
 from offload.errors import OffloadError
-from offload.held import RECORD, make_stub
 from offload.layout import Flat, contiguous_strides
 from offload.parameters import OffloadedParameter, ParameterRecord
 from offload.planes import Completion, Loader, Plane
@@ -71,10 +73,26 @@ class ResidentFlat:
     plane: Plane
     records: list[ParameterRecord]
     state: FlatState | None = None
-    buffer: Tensor | None = None
+    loaded: Loaded | None = None
     completion: Completion | None = None
     kept: KeptShard | None = None
     """What stays of gathered weights between a forward and its backward."""
+    _laid_out: tuple[Flat, list[ParameterRecord], Layout] | None = None
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """The buffer that holds the weights of a unit that is loaded."""
+        return None if self.loaded is None else self.loaded.tensor
+
+    def layout(self, buffers: Buffers) -> Layout:
+        """Where the parameters lie, which is noted in their records."""
+        known = self._laid_out
+        if known is None or known[0] is not self.flat or known[1] is not self.records:
+            for position, record in enumerate(self.records):
+                record.position = position
+            layout = buffers.layout(self.flat.padded, self.flat.dtype, [record.slot for record in self.records])
+            known = self._laid_out = self.flat, self.records, layout
+        return known[2]
 
     @property
     def writing(self) -> bool:
@@ -170,6 +188,8 @@ class Residency:
         self.lock = threading.RLock()
         self.storages: dict[int, tuple[Unit, int]] = {}
         self._abandoned: list[Completion] = []
+        self.buffers = Buffers(memory)
+        self._loading = 0
         self.closed = self.away = False
         self.updates: Updates | None = None
         """Updates of resting weights that are pending: a unit's is carried out before the unit is used."""
@@ -295,7 +315,7 @@ class Residency:
                 or unit.index in self.waiting
             ):
                 return False
-            if self._in_use() + unit.load_bytes > self.prefetch_limit:
+            if self._in_use() - self.buffers.idle_bytes + unit.load_bytes > self.prefetch_limit:
                 return False
             ready = ready_to_load(self.updates, unit) if self.gather is None else self.gather.fits(unit)
             if not ready:
@@ -312,6 +332,7 @@ class Residency:
             idle = [unit for unit in self.units if unit.phase is Phase.LOADING]
             for unit in idle:
                 self._abandon(unit)
+            self.buffers.drop()
             return len(idle)
 
     def busy_units(self) -> list[str]:
@@ -328,7 +349,7 @@ class Residency:
 
     def _start(self, unit: Unit) -> None:
         # Beyond what was planned, leases that are held for speed only give way; at the budget's end they must.
-        while unit.load_bytes and self._in_use() + unit.load_bytes > self.prefetch_limit:
+        while unit.load_bytes and self._in_use() - self.buffers.idle_bytes + unit.load_bytes > self.prefetch_limit:
             if not self._make_room(unit):
                 break
         while True:
@@ -351,7 +372,7 @@ class Residency:
             return self._make_room(None)
 
     def _make_room(self, unit: Unit | None) -> bool:
-        dropped = self.drop_prefetched()
+        dropped = self.buffers.drop() + self.drop_prefetched()
         return self._end_abandoned() or dropped > 0 or (self.reclaim is not None and self.reclaim(unit))
 
     def settle(self) -> None:
@@ -374,7 +395,7 @@ class Residency:
             with torch.inference_mode(False):  # other threads write to the buffers too
                 for flat in unit.flats:
                     if not flat.fixed:
-                        flat.buffer = self.memory.on_device(flat.flat.padded, flat.flat.dtype, "leases", unit.name)
+                        flat.loaded = self.buffers.take(flat.layout(self.buffers), unit.name)
                 begin_loads(self.updates, unit, self.loader)
                 for flat in unit.flats:
                     if flat.divided and self.gather is not None:
@@ -383,6 +404,7 @@ class Residency:
             self._drop_buffers(unit)
             raise
         unit.change(Phase.LOADING)
+        self._loading += 1
         unit._started = time.monotonic()
         if unit.load_bytes:
             unit.loads += 1
@@ -412,6 +434,7 @@ class Residency:
             self._abandon(unit)
             raise
         unit.change(Phase.RESIDENT)
+        self._loading -= 1
         now = time.monotonic()
         waited = now - asked > _NOTHING
         if unit.load_bytes and (waited or unit.load_seconds == 0.0 or now - unit._started < unit.load_seconds):
@@ -436,11 +459,14 @@ class Residency:
             self._end_abandoned()
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
+        self._loading -= 1
+        if not self._loading:
+            self.buffers.drop()
 
     @staticmethod
     def _drop_buffers(unit: Unit) -> None:
         for flat in unit.flats:
-            flat.buffer, flat.completion = None, None
+            flat.loaded, flat.completion = None, None
 
     def _rest(self, unit: Unit) -> None:
         for key in unit.views:
@@ -451,6 +477,12 @@ class Residency:
             unit.bound = False
         if unit.expected and self.gather is not None and self.gather.keeps_shards:
             self._keep_shards(unit)
+        if self._loading and self.gather is None:  # more units are to come
+            for flat in unit.flats:
+                if flat.loaded is not None:
+                    self.buffers.give_back(flat.loaded)
+        else:
+            self.buffers.drop()
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
         if self.on_rest is not None:
@@ -476,7 +508,7 @@ class Residency:
     @staticmethod
     def _check_untouched(unit: Unit) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            written = [r for flat in unit.flats for r in flat.records if r.parameter._version != r.version]
+            written = _written(unit)
             for record in written:
                 record.version = record.parameter._version
         if written:
@@ -490,13 +522,9 @@ class Residency:
         # Buffers made under inference mode would poison training; `.data` must not be recorded by autograd.
         with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
             for flat in unit.flats:
-                if flat.buffer is None:
-                    continue
-                base = flat.buffer.storage_offset()
-                for record in flat.records:
-                    slot = record.slot
-                    view = flat.buffer.as_strided(slot.shape, contiguous_strides(slot.shape), base + slot.offset)
-                    record.parameter.data = view
+                if flat.loaded is not None:
+                    for record, view in zip(flat.records, flat.loaded.views, strict=True):
+                        record.parameter.data = view
         unit.bound = True
 
     def see_writes(self, units: Iterable[Unit]) -> None:
@@ -522,7 +550,7 @@ class Residency:
             OffloadError: `.data` was replaced by a tensor of another shape, dtype or device; the old value is in force.
         """
         with self.lock, torch._C.DisableTorchFunctionSubclass():
-            written = [r for flat in unit.flats for r in flat.records if r.parameter._version != r.version]
+            written = _written(unit)
             replaced = [r for flat in unit.flats for r in _replaced(flat)]
             if not (written or replaced) or self.persist is None:
                 return
@@ -551,6 +579,7 @@ class Residency:
                 return
             self.closed = True
             self.storages.clear()
+            self.buffers.drop()
             for unit in self.units:
                 self._drop_buffers(unit)
                 self._forget_shards(unit)
@@ -570,8 +599,16 @@ class Residency:
         )
 
 
+def _written(unit: Unit) -> list[ParameterRecord]:
+    """Parameters that were written to in place."""
+    return [r for flat in unit.flats for r in flat.records if r.parameter._version != r.version]
+
+
 def _replaced(flat: ResidentFlat) -> list[ParameterRecord]:
     """Parameters of an open unit whose data is not where the engine put it."""
+    loaded = flat.loaded
+    if loaded is not None and [r.parameter.data_ptr() for r in flat.records] == loaded.addresses:
+        return []
     base = flat.plane.tensor if flat.fixed else flat.buffer
     if base is None:
         return []
@@ -617,50 +654,3 @@ def _set_class(unit: Unit, kind: type[nn.Parameter]) -> None:
     for flat in unit.flats:
         for record in flat.records:
             record.parameter.__class__ = kind
-
-
-def adopt(unit: Unit, device: torch.device) -> None:
-    """Gives every parameter of a unit its record, its data (a stub, or its place in a fixed plane) and its class.
-
-    The memory that the parameters had is free afterwards, unless the user holds it.
-    """
-    for flat in unit.flats:
-        adopt_flat(flat, device)
-
-
-def adopt_flat(flat: ResidentFlat, device: torch.device) -> None:
-    """`adopt` for the parameters of one flat, which nobody leases."""
-    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
-        for record in flat.records:
-            slot, parameter = record.slot, record.parameter
-            setattr(parameter, RECORD, record)
-            record.version = parameter._version
-            if flat.fixed:
-                assert flat.plane.tensor is not None
-                parameter.data = flat.plane.tensor[slot.offset : slot.end].view(slot.shape)
-            else:
-                record.stub = make_stub(slot.shape, flat.flat.dtype, device)
-                parameter.data = record.stub
-            parameter.__class__ = OffloadedParameter
-
-
-def abandon(record: ParameterRecord, value: Tensor) -> None:
-    """Makes an offloaded parameter an ordinary one again, with `value` (its shape and dtype, on its device)."""
-    parameter = record.parameter
-    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
-        parameter.data = value
-        parameter.__dict__.pop(RECORD, None)
-        parameter.__class__ = nn.Parameter
-
-
-def orphan(units: Iterable[Unit], device: torch.device) -> None:
-    """Makes the units' parameters stubs that say that their engine is closed."""
-    with torch.inference_mode(False), torch.no_grad():
-        for unit in units:
-            for flat in unit.flats:
-                for record in flat.records:
-                    parameter = record.parameter
-                    parameter.__class__ = nn.Parameter
-                    parameter.data = make_stub(record.slot.shape, flat.flat.dtype, device)
-                    parameter.__dict__.pop(RECORD, None)
-                    parameter.__class__ = OffloadedParameter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from threading import get_ident
 
 _LONGEST_TURN = 60
 
@@ -21,9 +22,9 @@ class Turn:
         self._taking_over = threading.Lock()
 
     def take(self) -> None:
-        me = threading.get_ident()
+        me = get_ident()
         if self._owner != me:  # nobody else makes that true
-            if not self._lock.acquire(blocking=False):
+            if not self._lock.acquire(False):
                 self._wait(me)
             self._owner = me
 
@@ -40,6 +41,6 @@ class Turn:
                     return
 
     def give(self) -> None:
-        if self._owner == threading.get_ident():
+        if self._owner == get_ident():
             self._owner = None
             self._lock.release()

@@ -53,25 +53,18 @@ class Tally:
     stay for as long as somebody has its loss.
     """
 
-    __slots__ = ("_activations", "_found", "_root", "_signature", "nbytes")
+    __slots__ = ("_activations", "_root", "_signature", "nbytes", "storages")
 
     def __init__(self, activations: Activations, root: Root, signature: Any, nbytes: int) -> None:
         self._activations, self._root, self._signature, self.nbytes = activations, root, signature, nbytes
-        self._found: dict[int, int] = {}
-
-    def note(self, tensor: Tensor) -> None:
-        """The forward has saved a tensor."""
-        try:
-            storage = tensor.untyped_storage()
-            self._found[storage._cdata] = storage.nbytes()
-        except (RuntimeError, NotImplementedError):  # sparse tensors and functional wrappers have no storage
-            return
+        self.storages: dict[int, int] = {}
+        """Bytes of what the forward has saved so far."""
 
     def ended(self) -> None:
         """The forward has ended well."""
-        self._activations.measured(self, sum(self._found.values()))
+        self._activations.measured(self, sum(self.storages.values()))
         self._activations.learn(self._root, self._signature, self.nbytes)
-        self._found.clear()
+        self.storages.clear()
 
     def __del__(self) -> None:
         self._activations.gone(self.nbytes)

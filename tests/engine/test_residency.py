@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from offload.binding_saved import WeightHandle, pop_hooks
 from offload.errors import OffloadError
 from offload.parameters import OffloadedParameter
 from offload.prefetch import VisitOrder
@@ -58,13 +59,25 @@ def test_a_unit_rests_after_its_last_holder(pair: Pair) -> None:
     pair.nothing_resident()
 
 
+def packing(pair: Pair) -> Callable[[torch.Tensor], WeightHandle | None]:
+    """What stands for a tensor in what autograd saves, if it is a view of a unit."""
+    hooks = pair.engine._binding._saved.enter()
+    pop_hooks(hooks)
+
+    def handle_of(tensor: torch.Tensor) -> WeightHandle | None:
+        packed = hooks.pack_hook(tensor)
+        return packed if isinstance(packed, WeightHandle) else None
+
+    return handle_of
+
+
 def test_data_is_a_view_of_one_buffer_while_leased(pair: Pair) -> None:
     residency, units = parts(pair)
     residency.acquire(units[0], "me", opened=True)
     up, down = pair.offloaded.blocks[0].up, pair.offloaded.blocks[0].down
     assert up.weight.untyped_storage()._cdata == down.weight.untyped_storage()._cdata
     assert torch.equal(up.weight, pair.plain.blocks[0].up.weight)
-    handle_of = pair.engine._binding._saved.handle
+    handle_of = packing(pair)
     part = handle_of(up.weight[1:])
     assert part is not None and part.unit is units[0] and part.record.parameter is up.weight
     assert part.offset == up.weight.shape[1] and part.shape == up.weight[1:].shape
@@ -77,7 +90,7 @@ def test_data_is_a_view_of_one_buffer_while_leased(pair: Pair) -> None:
 def test_a_parameter_is_known_by_its_last_handle_while_it_is_as_it_was(pair: Pair) -> None:
     residency, units = parts(pair)
     residency.acquire(units[0], "me", opened=True)
-    weight, handle_of = pair.offloaded.blocks[0].up.weight, pair.engine._binding._saved.handle
+    weight, handle_of = pair.offloaded.blocks[0].up.weight, packing(pair)
     first = handle_of(weight)
     assert first is not None and handle_of(weight) is first and handle_of(weight.detach()) == first
     with torch.no_grad():

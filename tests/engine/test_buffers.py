@@ -1,0 +1,209 @@
+"""Buffers that serve one load after the other: only those that nobody else has a view of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload.buffers import Buffers, Loaded
+from offload.layout import Slot
+from offload.tiers import TierMemory
+from swap.budget import Budget
+from swap.devices import create_device
+from tests.engine.binding_models import WIDTH, Pair, Stack, inputs, paired, square
+from tests.engine.common import placed
+
+SLOTS = [
+    Slot(name="a", shape=(3, 4), offset=0, numel=12, trainable=True),
+    Slot(name="none", shape=(0, 4), offset=12, numel=0, trainable=True),
+    Slot(name="b", shape=(5,), offset=12, numel=5, trainable=True),
+]
+
+
+@pytest.fixture
+def memory() -> Iterator[TierMemory]:
+    made = TierMemory(device=create_device("cpu"), budget=Budget({"device": 1 << 20}))
+    yield made
+    made.close()
+
+
+def used(memory: TierMemory) -> int:
+    return memory.budget.used("device")
+
+
+def test_the_next_load_of_the_same_layout_gets_the_buffer(memory: TierMemory) -> None:
+    buffers = Buffers(memory)
+    layout = buffers.layout(4096, torch.float32, SLOTS)
+    assert buffers.layout(4096, torch.float32, list(SLOTS)) is layout
+    assert buffers.layout(4096, torch.bfloat16, SLOTS) is not layout
+    loaded = buffers.take(layout, "one")
+    loaded.tensor.copy_(torch.arange(4096.0))
+    assert [tuple(v.shape) for v in loaded.views] == [(3, 4), (0, 4), (5,)]
+    assert torch.equal(loaded.views[0], torch.arange(12.0).view(3, 4)) and float(loaded.views[2][4]) == 16
+    assert loaded.addresses == [v.data_ptr() for v in loaded.views]
+    buffers.give_back(loaded)
+    assert buffers.idle_bytes == layout.nbytes == used(memory)
+    assert buffers.take(layout, "two") is loaded and buffers.idle_bytes == 0
+    assert buffers.take(layout, "three") is not loaded
+
+
+def test_nothing_waits_beside_a_new_buffer(memory: TierMemory) -> None:
+    buffers = Buffers(memory)
+    one, other = buffers.layout(4096, torch.float32, SLOTS), buffers.layout(8192, torch.float32, SLOTS)
+    first = buffers.take(one, "one")
+    assert first.views
+    buffers.give_back(first)
+    del first
+    second = buffers.take(other, "other")
+    assert used(memory) == memory.budget.peak("device") == other.nbytes
+    assert second.views
+    buffers.give_back(second)
+    del second
+    assert buffers.drop() and not buffers.drop()
+    assert used(memory) == 0
+
+
+TAKE: dict[str, Callable[[Loaded], Any]] = {
+    "view": lambda loaded: loaded.tensor[3:],
+    "of a parameter": lambda loaded: loaded.views[2].detach(),
+    "data": lambda loaded: loaded.views[0].data,
+    "empty": lambda loaded: loaded.views[1].detach(),
+    "array": lambda loaded: loaded.views[0].numpy(),
+    "bytes": lambda loaded: memoryview(loaded.tensor.numpy()),
+    "storage": lambda loaded: loaded.views[0].untyped_storage(),
+    "saved": lambda loaded: (loaded.views[2].detach() * torch.ones(5, requires_grad=True)).grad_fn,
+}
+
+
+@pytest.mark.parametrize("what", TAKE)
+def test_a_buffer_that_somebody_has_is_not_kept(memory: TierMemory, what: str) -> None:
+    buffers = Buffers(memory)
+    loaded = buffers.take(buffers.layout(4096, torch.float32, SLOTS), "one")
+    assert loaded.views and loaded.alone
+    held = TAKE[what](loaded)
+    assert not loaded.alone
+    buffers.give_back(loaded)
+    assert buffers.idle_bytes == 0
+    del held
+    assert loaded.alone
+    nbytes = loaded.layout.nbytes
+    buffers.give_back(loaded)
+    assert buffers.idle_bytes == nbytes
+
+
+class Watched(torch.autograd.Function):
+    """A product that hands out what autograd has saved for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[Any]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.seen = seen
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        ctx.seen.append(weight)
+        return gradient @ weight, gradient.t() @ x, None
+
+
+class Leaking(nn.Module):
+    """Hands out its weight in the way that `keep` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.keep: Callable[[nn.Parameter], Any] | None = None
+        self.kept: list[Any] = []
+        self.watched = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keep is not None:
+            self.kept.append(self.keep(self.weight))
+        return torch.tanh(Watched.apply(x, self.weight, self.kept if self.watched else []) + self.bias)
+
+
+KEEP: dict[str, Callable[[nn.Parameter], Any]] = {
+    "detached": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data,
+    "view": lambda weight: weight[1:].t(),
+    "array": lambda weight: weight.detach().numpy(),
+    "storage": lambda weight: weight.untyped_storage(),
+    "as a parameter": lambda weight: nn.Parameter(weight.data),
+    "put in its place": lambda weight: setattr(weight, "data", weight.data.view(-1).view(WIDTH, WIDTH)),
+}
+
+
+def content(kept: Any, like: Tensor) -> Tensor:
+    if isinstance(kept, torch.UntypedStorage):
+        kept = torch.empty(0).set_(kept, 0, (kept.nbytes() // 4,), (1,))
+        return kept[: like.numel()].view(like.shape).clone()
+    return torch.as_tensor(kept).detach().clone()
+
+
+@pytest.mark.parametrize("what", KEEP)
+def test_what_a_user_keeps_of_a_unit_keeps_its_values(what: str, swap_folder: Path) -> None:
+    model = Stack(6, block=Leaking)
+    with paired(model, placed("cpu", "nvme"), swap_folder) as pair:
+        pair.train(square(inputs()), steps=2)
+        for index in (1, 3):
+            pair.offloaded.blocks[index].keep = KEEP[what]
+        for block in pair.offloaded.blocks:
+            block.watched = True
+        before = [block.weight.detach().clone() for block in pair.plain.blocks]
+        pair.backward(square(inputs()))
+        for index, block in enumerate(pair.offloaded.blocks):
+            *kept, saved = block.kept
+            assert torch.equal(saved, before[index]), f"what block {index} saved"
+            assert len(kept) == (index in (1, 3))
+            if kept and kept[0] is not None:
+                expected = before[index][1:].t() if what == "view" else before[index]
+                assert torch.equal(content(kept[0], expected), expected), f"what was kept of block {index}"
+        kept = saved = None
+        for block in pair.offloaded.blocks:
+            block.kept.clear()
+            block.keep, block.watched = None, False
+        pair.step()
+        pair.train(square(inputs()), steps=2)
+
+
+def made_in(pair: Pair, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> int:
+    """Buffers for leases that were made meanwhile."""
+    count, memory = 0, pair.engine._memory
+    make = memory.on_device
+
+    def counting(numel: int, dtype: torch.dtype, kind: str, what: str = "") -> Tensor:
+        nonlocal count
+        count += kind == "leases"
+        return make(numel, dtype, kind, what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "on_device", counting)
+        run()
+    return count
+
+
+def test_a_pass_makes_fewer_buffers_than_it_loads(swap_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with paired(Stack(8), placed("cpu", "nvme"), swap_folder) as pair:
+        pair.train(square(inputs()), steps=2)
+        pair.engine.synchronize()
+        units = pair.engine._residency.units
+        loads = sum(unit.loads for unit in units)
+        made = made_in(pair, monkeypatch, lambda: pair.backward(square(inputs())))
+        assert sum(unit.loads for unit in units) - loads >= 2 * 8
+        assert made < 8
+        pair.step()
+
+
+def test_a_unit_that_must_wait_for_room_gets_that_of_a_buffer_that_waits(swap_folder: Path) -> None:
+    """A budget of the largest unit alone: whatever waits gives way."""
+    block = 4 * 4096
+    with paired(Stack(4), placed("cpu", "nvme"), swap_folder, memory={"device": 2 * block}) as pair:
+        pair.train(square(inputs()), steps=3)
