@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from offload.binding_recompute import Root, Visit, repeatable_arguments, signature
-from offload.binding_saved import SavedTensors, WeightHandle, pop_hooks, top_pair
+from offload.binding_saved import SavedTensors, WeightHandle, pop_hooks, top_pair, view_of
 from offload.binding_uses import Use
 from offload.calls import RootHook, distinct_tensors, module_call, on_stack
 from offload.errors import OffloadError, StaleWeightsError
@@ -158,7 +158,8 @@ class Binding:
         record.watched = True
         # Autograd keeps the hooks where the garbage collector does not look: they must not hold what holds the
         # parameter.
-        reference, unit, name, turn = weakref.ref(self), record.unit, record.name, self._turn
+        reference, unit, name = weakref.ref(self), record.unit, record.name
+        take, give = self._turn.take, self._turn.give
 
         def arriving(_gradient: Tensor) -> None:
             binding = reference()
@@ -168,7 +169,7 @@ class Binding:
                 if _graph_task() not in binding._tasks:
                     with binding.lock:
                         binding._task()  # whose end ends the turn, should nothing be accumulated (torch.autograd.grad)
-                turn.take()
+                take()
 
         def arrived(parameter: Tensor) -> None:
             binding, owner = reference(), parameter.__dict__.get(RECORD)
@@ -181,7 +182,7 @@ class Binding:
                     if binding.visitor is not None:
                         binding.visitor.gradient_added(unit, name, nested=binding.nested)
             finally:
-                turn.give()
+                give()
 
         with torch._C.DisableTorchFunctionSubclass():
             self._watched[id(record)] = [
@@ -342,6 +343,12 @@ class Binding:
         self._release_frame(frame)
 
     def _release_frame(self, frame: _Frame) -> None:
+        if len(frame.acquired) == 1:  # as a rule, and cheaper
+            try:
+                self._residency.release(frame.acquired[0], frame, again=frame.again)
+            finally:
+                frame.acquired = []
+            return
         with contextlib.ExitStack() as stack:
             for unit in frame.acquired:
                 stack.callback(self._residency.release, unit, frame, again=frame.again)
@@ -631,7 +638,7 @@ class Binding:
                 self._lease(task, unit, task)
 
     def _resolve(self, handle: WeightHandle) -> Tensor:
-        unit, record, version = handle[0], handle[1], handle[2]
+        unit, record, version = handle[:3]
         if self.visitor is not None and self._misses(unit):
             self.visitor.reaching([unit])
         with self.lock:
@@ -644,7 +651,10 @@ class Binding:
                 )
             task = self._tasks.get(_graph_task())
             if task is not None and unit.index in task.leases and not torch.is_grad_enabled():
-                return self._view(handle)
+                loaded = unit.flats[record.flat].loaded
+                if loaded is not None and handle[6]:  # as a rule
+                    return (loaded.views or loaded.show())[record.position].detach()
+                return view_of(handle)
             return self._lease_and_view(handle)
 
     def _lease_and_view(self, handle: WeightHandle) -> Tensor:
@@ -654,7 +664,7 @@ class Binding:
             self._residency.acquire(unit, holder)
             try:
                 with torch.no_grad():
-                    return self._view(handle)
+                    return view_of(handle)
             finally:
                 self._residency.release(unit, holder)
         if unit.index not in task.leases:
@@ -664,30 +674,10 @@ class Binding:
         if torch.is_grad_enabled():  # create_graph: the graph being built refers to the weights afterwards
             self._hold_until_step(unit)
         with torch.no_grad():
-            return self._view(handle)
+            return view_of(handle)
 
     def _misses(self, unit: Unit) -> bool:
         """Whether the running backward has to lease the unit for a saved view."""
         with self.lock:
             task = self._task()
             return task is not None and unit.index not in task.leases
-
-    @staticmethod
-    def _view(handle: WeightHandle) -> Tensor:
-        unit, record = handle[0], handle[1]
-        flat = unit.flats[record.flat]
-        if flat.loaded is not None:
-            if handle.whole:
-                return flat.loaded.views[record.position].detach()
-            tensor = flat.loaded.tensor
-        elif flat.fixed and flat.plane.tensor is not None:
-            tensor = flat.plane.tensor
-            if handle.whole:
-                place = tensor.data_ptr() + record.slot.offset * tensor.itemsize
-                with _no_function():
-                    # Unless somebody has just replaced its data, the parameter is a view of its place.
-                    if record.parameter.data_ptr() == place:
-                        return record.parameter.detach()
-        else:
-            raise OffloadError(f"unit {unit.name}: resident without a buffer")
-        return tensor.as_strided(handle.shape, handle.stride, record.slot.offset + handle.offset)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from offload.errors import OffloadError
 from offload.held import RECORD
 from offload.layout import contiguous_strides
 from offload.parameters import ParameterRecord
@@ -48,6 +49,27 @@ class WeightHandle(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     whole: bool
+
+
+def view_of(handle: WeightHandle) -> Tensor:
+    """The view of its resident unit that a handle stands for."""
+    unit, record = handle[0], handle[1]
+    flat = unit.flats[record.flat]
+    if flat.loaded is not None:
+        if handle.whole:
+            return flat.loaded.show()[record.position].detach()
+        tensor = flat.loaded.tensor
+    elif flat.fixed and flat.plane.tensor is not None:
+        tensor = flat.plane.tensor
+        if handle.whole:
+            place = tensor.data_ptr() + record.slot.offset * tensor.itemsize
+            with torch._C.DisableTorchFunctionSubclass():
+                # Unless somebody has just replaced its data, the parameter is a view of its place.
+                if record.parameter.data_ptr() == place:
+                    return record.parameter.detach()
+    else:
+        raise OffloadError(f"unit {unit.name}: resident without a buffer")
+    return tensor.as_strided(handle.shape, handle.stride, record.slot.offset + handle.offset)
 
 
 class WrittenInPlace(RuntimeError):

@@ -42,39 +42,35 @@ class Layout:
 class Loaded:
     """A buffer, and views of it, one for each parameter: not to be handed out, see [Note: nobody else]."""
 
-    __slots__ = ("_addresses", "_alone", "_storage", "_views", "layout", "tensor")
+    __slots__ = ("_addresses", "_alone", "_storage", "layout", "tensor", "views")
 
     def __init__(self, tensor: Tensor, layout: Layout) -> None:
         """`tensor`: new, known to nobody else."""
         self.tensor, self.layout = tensor, layout
         self._storage: int = tensor.untyped_storage()._cdata
         self._alone = (0 if _count is None else _count(self._storage), self._references())
-        self._views: list[Tensor] | None = None
+        self.views: list[Tensor] = []
+        """Of each parameter's place, in the order of the layout, once `show` has made them."""
         self._addresses: list[int] = []
 
-    @property
-    def views(self) -> list[Tensor]:
-        """Of each parameter's place, in the order of the layout."""
-        if self._views is None:
-            tensor = self.tensor
+    def show(self) -> list[Tensor]:
+        """The views, made if there are none."""
+        if not self.views:
+            tensor, places = self.tensor, self.layout.places
             base = tensor.storage_offset()
             with torch.inference_mode(False), torch.no_grad():
                 # A view as autograd sees it would hold the tensor that it was made from as well.
-                made = [tensor.as_strided(shape, strides, base + start).data for shape, strides, start in self.places]
-            self._views, self._addresses = made, [view.data_ptr() for view in made]
+                made = [tensor.as_strided(shape, strides, base + start).data for shape, strides, start in places]
+            self._addresses = [view.data_ptr() for view in made]
             users, references = self._alone
             self._alone = users + len(made), references
-        return self._views
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return self.layout.places
+            self.views = made
+        return self.views
 
     @property
     def addresses(self) -> list[int]:
         """Where the views begin in memory, as `data_ptr()` says it."""
-        if self._views is None:
-            _ = self.views
+        self.show()
         return self._addresses
 
     @property

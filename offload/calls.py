@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
@@ -39,31 +39,36 @@ def _resolve_inert() -> Callable[..., None]:
     return _inert
 
 
-def _tensors(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """The tensors that require a gradient in what a module was given or returned, parameters apart."""
-    if isinstance(value, Tensor):
+def _find_tensors(value: Any, depth: int, found: dict[int, Tensor]) -> None:
+    """Adds the tensors that require a gradient in what a module was given or returned, parameters apart."""
+    if type(value) is Tensor:  # as a rule; isinstance with a parameter's class takes long
+        if value.requires_grad:
+            found[id(value)] = value
+    elif isinstance(value, Tensor):
         if not isinstance(value, nn.Parameter) and value.requires_grad:
-            yield value
+            found[id(value)] = value
     elif value is None or isinstance(value, (str, bytes, int, float, bool)) or depth == 0:
         return
-    elif isinstance(value, Mapping):
+    elif isinstance(value, (dict, Mapping)):
         for item in value.values():
-            yield from _tensors(item, depth - 1)
+            _find_tensors(item, depth - 1, found)
     elif isinstance(value, (tuple, list, set, frozenset)):
         for item in value:
-            yield from _tensors(item, depth - 1)
+            _find_tensors(item, depth - 1, found)
     elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from _tensors(getattr(value, item.name, None), depth - 1)
+        for field in fields(value):
+            _find_tensors(getattr(value, field.name, None), depth - 1, found)
     else:
         leaves = tree_leaves(value)  # knows containers that were registered with it
         if len(leaves) != 1 or leaves[0] is not value:
-            yield from _tensors(leaves, depth - 1)
+            _find_tensors(leaves, depth - 1, found)
 
 
 def distinct_tensors(value: Any) -> list[Tensor]:
     """Each tensor once that requires a gradient and is no parameter."""
-    return list({id(t): t for t in _tensors(value)}.values())
+    found: dict[int, Tensor] = {}
+    _find_tensors(value, _DEPTH, found)
+    return list(found.values())
 
 
 def module_call(frame: FrameType | None) -> FrameType | None:

@@ -358,7 +358,7 @@ class Loader:
             out[lo:hi].copy_(plane.view(lo, hi))
             return device.record()
         if device.aliases_host:
-            return plane.submit_read(lo, hi, out[lo:hi])
+            return plane.submit_read(lo, hi, out if hi - lo == out.numel() else out[lo:hi])
         # The copies run on their own stream and from another thread: they must not overtake work that still uses the
         # memory of `out`.
         allocated = device.record()

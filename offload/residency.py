@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _KEPT = "what is kept for a backward"
 """The holder of a lease that only saves another gather."""
+_NO_CONTEXT = contextlib.nullcontext()
 _NOTHING = 1e-4  # seconds that a wait for what is there already may take
 
 
@@ -307,15 +308,10 @@ class Residency:
     def prefetch(self, unit: Unit) -> bool:
         """Starts loading a resting unit if the device budget has room for it now; never blocks, never fails."""
         with self.lock:
-            if (
-                self.closed
-                or self.away
-                or unit.phase is not Phase.RESTING
-                or unit.load_bytes == 0
-                or unit.index in self.waiting
-            ):
+            if self.closed or self.away or unit.phase is not Phase.RESTING or unit.index in self.waiting:
                 return False
-            if self._in_use() - self.buffers.idle_bytes + unit.load_bytes > self.prefetch_limit:
+            nbytes = unit.load_bytes
+            if nbytes == 0 or self._in_use() - self.buffers.idle_bytes + nbytes > self.prefetch_limit:
                 return False
             ready = ready_to_load(self.updates, unit) if self.gather is None else self.gather.fits(unit)
             if not ready:
@@ -349,7 +345,8 @@ class Residency:
 
     def _start(self, unit: Unit) -> None:
         # Beyond what was planned, leases that are held for speed only give way; at the budget's end they must.
-        while unit.load_bytes and self._in_use() - self.buffers.idle_bytes + unit.load_bytes > self.prefetch_limit:
+        nbytes = unit.load_bytes
+        while nbytes and self._in_use() - self.buffers.idle_bytes + nbytes > self.prefetch_limit:
             if not self._make_room(unit):
                 break
         while True:
@@ -392,7 +389,7 @@ class Residency:
         if self.gather is not None and self.gather.keeps_shards:
             self._check_shards(unit)
         try:
-            with torch.inference_mode(False):  # other threads write to the buffers too
+            with _normally():  # other threads write to the buffers too
                 for flat in unit.flats:
                     if not flat.fixed:
                         flat.loaded = self.buffers.take(flat.layout(self.buffers), unit.name)
@@ -406,8 +403,7 @@ class Residency:
         unit.change(Phase.LOADING)
         self._loading += 1
         unit._started = time.monotonic()
-        if unit.load_bytes:
-            unit.loads += 1
+        unit.loads += any(flat.loaded is not None for flat in unit.flats)
 
     def _check_shards(self, unit: Unit) -> None:
         """Shards that were kept before the weights changed are no use."""
@@ -519,11 +515,10 @@ class Residency:
 
     @staticmethod
     def _bind(unit: Unit) -> None:
-        # Buffers made under inference mode would poison training; `.data` must not be recorded by autograd.
-        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+        with torch._C.DisableTorchFunctionSubclass(), _normally():
             for flat in unit.flats:
                 if flat.loaded is not None:
-                    for record, view in zip(flat.records, flat.loaded.views, strict=True):
+                    for record, view in zip(flat.records, flat.loaded.show(), strict=True):
                         record.parameter.data = view
         unit.bound = True
 
@@ -599,6 +594,11 @@ class Residency:
         )
 
 
+def _normally() -> contextlib.AbstractContextManager[Any]:
+    """Out of inference mode, whose tensors would poison training. To enter it where that changes nothing takes long."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT
+
+
 def _written(unit: Unit) -> list[ParameterRecord]:
     """Parameters that were written to in place."""
     return [r for flat in unit.flats for r in flat.records if r.parameter._version != r.version]
@@ -643,7 +643,7 @@ def _version_of(flat: ResidentFlat) -> int:
 
 
 def _show_stubs(unit: Unit) -> None:
-    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False), torch.no_grad():
+    with torch._C.DisableTorchFunctionSubclass(), _normally():
         for flat in unit.flats:
             if not flat.fixed:
                 for record in flat.records:

@@ -685,7 +685,8 @@ def _check_buffer(buffer: torch.Tensor, extent: Extent) -> int:
 
 def _all_bytes_of(buffer: torch.Tensor) -> memoryview:
     """The bytes of the buffer; the view keeps its storage alive. The fast way, for requests of whole pages."""
-    return buffer.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = buffer if buffer.dim() == 1 and not buffer.requires_grad else buffer.detach().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _bytes_of(buffer: torch.Tensor, start: int, nbytes: int) -> memoryview:

@@ -43,7 +43,7 @@ def test_the_next_load_of_the_same_layout_gets_the_buffer(memory: TierMemory) ->
     assert buffers.layout(4096, torch.bfloat16, SLOTS) is not layout
     loaded = buffers.take(layout, "one")
     loaded.tensor.copy_(torch.arange(4096.0))
-    assert [tuple(v.shape) for v in loaded.views] == [(3, 4), (0, 4), (5,)]
+    assert [tuple(v.shape) for v in loaded.show()] == [(3, 4), (0, 4), (5,)]
     assert torch.equal(loaded.views[0], torch.arange(12.0).view(3, 4)) and float(loaded.views[2][4]) == 16
     assert loaded.addresses == [v.data_ptr() for v in loaded.views]
     buffers.give_back(loaded)
@@ -56,12 +56,12 @@ def test_nothing_waits_beside_a_new_buffer(memory: TierMemory) -> None:
     buffers = Buffers(memory)
     one, other = buffers.layout(4096, torch.float32, SLOTS), buffers.layout(8192, torch.float32, SLOTS)
     first = buffers.take(one, "one")
-    assert first.views
+    assert first.show()
     buffers.give_back(first)
     del first
     second = buffers.take(other, "other")
     assert used(memory) == memory.budget.peak("device") == other.nbytes
-    assert second.views
+    assert second.show()
     buffers.give_back(second)
     del second
     assert buffers.drop() and not buffers.drop()
@@ -84,7 +84,7 @@ TAKE: dict[str, Callable[[Loaded], Any]] = {
 def test_a_buffer_that_somebody_has_is_not_kept(memory: TierMemory, what: str) -> None:
     buffers = Buffers(memory)
     loaded = buffers.take(buffers.layout(4096, torch.float32, SLOTS), "one")
-    assert loaded.views and loaded.alone
+    assert loaded.show() and loaded.alone
     held = TAKE[what](loaded)
     assert not loaded.alone
     buffers.give_back(loaded)
