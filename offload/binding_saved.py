@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from offload.errors import OffloadError
 from offload.held import RECORD
 from offload.layout import contiguous_strides
-from offload.parameters import ParameterRecord
+from offload.parameters import OffloadedParameter, ParameterRecord
 from offload.residency import Residency, Unit
 
 Pack = Callable[[Tensor], Any]
@@ -61,12 +61,10 @@ def view_of(handle: WeightHandle) -> Tensor:
         tensor = flat.loaded.tensor
     elif flat.fixed and flat.plane.tensor is not None:
         tensor = flat.plane.tensor
-        if handle.whole:
-            place = tensor.data_ptr() + record.slot.offset * tensor.itemsize
+        if handle.whole and type(record.parameter) is OffloadedParameter:
+            # Nobody can replace its data now: the parameter is that view.
             with torch._C.DisableTorchFunctionSubclass():
-                # Unless somebody has just replaced its data, the parameter is a view of its place.
-                if record.parameter.data_ptr() == place:
-                    return record.parameter.detach()
+                return record.parameter.detach()
     else:
         raise OffloadError(f"unit {unit.name}: resident without a buffer")
     return tensor.as_strided(handle.shape, handle.stride, record.slot.offset + handle.offset)

@@ -326,7 +326,6 @@ class FlatGradients:
     def _move_late(self) -> None:
         """Copies first contributions that were kept as they came."""
         late, self._late = self._late, []
-        late.sort(key=_where)
         plane = self._locate(late[0], Held.RAW)
         assert plane.tensor is not None
         base = plane.base
@@ -344,10 +343,10 @@ class FlatGradients:
             entry.late = None
 
     def _runs(self, late: list[_Entry]) -> Iterator[list[_Entry]]:
-        """Of entries in the order of the flat, those that lie side by side: a copy over all meets no other one."""
+        """Those that lie side by side together: a copy over all of a run meets no other parameter."""
         place = {name: index for index, name in enumerate(self._entries)}
         run: list[_Entry] = []
-        for entry in late:
+        for entry in sorted(late, key=_where):
             if run and place[entry.slot.name] != place[run[-1].slot.name] + 1:
                 yield run
                 run = []
@@ -571,13 +570,11 @@ class GradientOperands:
 
 
 def _copy_all(target: Tensor, base: int, entries: list[_Entry]) -> None:
-    """Copies the late gradients of `entries`, which are in the order of the flat, to their places in `target`, which
-    begins at the flat's element `base`.
-    """
+    """Copies the late gradients of `entries` to their places in `target`, which begins at the flat's element `base`."""
     # Those that lie side by side go together: a unit may have very many, and a call for each costs more than its bytes.
     run: list[Tensor] = []
     start = stop = 0
-    for entry in entries:
+    for entry in sorted(entries, key=_where):
         gradient, slot = entry.late, entry.slot
         assert gradient is not None
         if run and slot.offset != stop:
