@@ -238,6 +238,8 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
         with self._lock:
             if self._last_unit is not None and self._last_unit != record.unit:
                 self._rest_gradients(self._last_unit)
+            if eager is None and record.unit != self._last_unit and self._updates.wants_ahead:
+                self._updates.read_ahead([self._states[key] for key in sorted(self._states)])
             self._last_unit = record.unit
             state = self._states[record.unit, record.flat]
             assert state.local is not None
@@ -570,6 +572,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
 
     def _begin_change(self) -> None:
         self._change(Status.STEPPING)
+        self._updates.forget_ahead()
 
     def _end_change(self, *, failed: bool) -> None:
         self._change(Status.FAILED if failed else Status.READY)

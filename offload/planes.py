@@ -9,6 +9,7 @@ fall on 4 KiB pages.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -80,6 +81,9 @@ class Plane:
     ) -> None:
         self.memory, self.spec, self.base, self.end = memory, spec, base, end
         self.kind, self.what = kind, what
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._under_way: list[Ticket] = []
         self.tensor: Tensor | None = None
         self.extent: Extent | None = None
         entries = self.entries(base, end)
@@ -143,7 +147,18 @@ class Plane:
         """Starts writing host memory to `[lo, hi)` of an nvme plane."""
         assert self.extent is not None
         offset = self._slice(lo, hi).start * self.spec.dtype.itemsize
-        return self.store.write(self.extent, source, offset=offset, priority=Priority.STATE_WRITE)
+        with self._lock:
+            self._begun += 1
+            ticket = self.store.write(self.extent, source, offset=offset, priority=Priority.STATE_WRITE)
+            self._under_way = [*(t for t in self._under_way if not t.done()), ticket]
+        return ticket
+
+    def mark(self) -> int | None:
+        """What changes with every write to the plane's swap file, and when it is given back; None while a write is
+        under way.
+        """
+        with self._lock:
+            return self._begun if all(ticket.done() for ticket in self._under_way) else None
 
     def read(self, lo: int, hi: int, out: Tensor) -> None:
         """Copies `[lo, hi)` to host memory `out` and waits for it."""
@@ -167,6 +182,8 @@ class Plane:
 
     def free(self) -> None:
         """Gives the memory or the extent back. Idempotent."""
+        with self._lock:
+            self._begun += 1
         self.tensor = None
         if self.extent is not None:
             extent, self.extent = self.extent, None

@@ -18,6 +18,7 @@ from torch import Tensor
 from offload.gradients import FlatGradients, GradientOperands, Held, TakenGradients
 from offload.layout import BLOCK, WHOLE, Division, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue, granule
+from offload.schedule.ahead import ChunkRead
 from offload.telemetry.trace import OPTIMIZER
 from offload.tiers import Tier, TierMemory
 from optimizer_cpu import AdamWHyper, kernels
@@ -124,6 +125,9 @@ class FlatState:
         self.replicating: Pending[None] | None = None
         """Other ranks' parts of the weight plane are on their way after an update."""
         self._written: Ticket | None = None
+        self.last_chunks: list[tuple[int, int, bool]] = []
+        """The chunks of the last step, and whether it read their weights."""
+        self.closed = False
         self.before_rewrite: Callable[[int, int], None] | None = None
         """Called with the elements `[lo, hi)` that are about to change; a snapshot saves their old bytes first."""
 
@@ -171,6 +175,7 @@ class FlatState:
             self._written = Ticket.gather([*earlier, *tickets])
 
     def close(self) -> None:
+        self.closed = True
         for plane in (self.weight, *self.planes.values()):
             plane.free()
         for gradients in self._all_gradients():
@@ -221,7 +226,7 @@ class FlatState:
         begin = min(max(lo, slot.offset), slot.end)
         return begin - slot.offset, max(begin, min(hi, slot.end)) - slot.offset
 
-    def _operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> dict[str, Operand]:
+    def operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> dict[str, Operand]:
         planes = {"weight": self.weight, **self.planes}
         return {name: Operand(plane, lo, hi, carver, on_device=on_device) for name, plane in planes.items()}
 
@@ -237,7 +242,7 @@ class FlatState:
             after: list[Completion] = []
             try:
                 carver = Carver(staging)
-                operands = self._operands(lo, hi, carver, on_device=False)
+                operands = self.operands(lo, hi, carver, on_device=False)
                 master = carver.take(hi - lo, torch.float32).zero_()
                 for slot, start, stop in _meets(self.flat.slots, lo, hi):
                     master[start - lo : stop - lo].copy_(values(slot, start - slot.offset, stop - slot.offset))
@@ -273,12 +278,13 @@ class FlatState:
 
     def jobs(self, updates: Sequence[Update], gradients: TakenGradients) -> Iterator[ChunkJob]:
         """The chunks that hold a parameter to update, in order."""
-        first = True
+        self.last_chunks = []
         for lo, hi in self._pieces(0, self.flat.padded, self.start, self.end, self._step_chunk(gradients)):
             parts = [u for u in updates if u.slot.numel and u.slot.offset < hi and lo < u.slot.end]
             if parts:
-                yield ChunkJob(self, lo, hi, parts, gradients, first=first)
-                first = False
+                job = ChunkJob(self, lo, hi, parts, gradients, first=not self.last_chunks)
+                self.last_chunks.append((lo, hi, not job.weight_follows))
+                yield job
 
     def _step_chunk(self, gradients: TakenGradients) -> int:
         """Elements of a chunk of a step: as many as a slot holds of what passes through it. Slots have room for a chunk
@@ -317,7 +323,7 @@ class FlatState:
             staging = queue.acquire()
             try:
                 carver = Carver(staging)
-                operands = self._operands(lo, hi, carver, on_device=False)
+                operands = self.operands(lo, hi, carver, on_device=False)
                 _bring(operands.values())
                 tensors = {name: op.tensor for name, op in operands.items()}
                 state = kernels.read(self.fmt.name, tensors)
@@ -418,33 +424,32 @@ class ChunkJob:
     ) -> None:
         self.state, self.lo, self.hi, self.updates, self._first = state, lo, hi, updates, first
         self._taken = gradients
-        self._operands: dict[str, Operand] = {}
+        self._read: ChunkRead | None = None
         self._gradients: GradientOperands | None = None
-        self._staging: StagingSlot | None = None
-
-    def start(self, staging: StagingSlot) -> None:
-        """Starts to read what the kernel needs into a staging slot, which is the job's from now on."""
-        state = self.state
-        self._staging = staging
-        if self._first:  # writes that begin later are of this very step, of chunks that no other one reads
-            state.wait_written()
-        carver = Carver(staging)
-        self._operands = state._operands(self.lo, self.hi, carver, on_device=state.on_device)
-        self._gradients = self._taken.operands(self.lo, self.hi, carver, on_device=state.on_device)
-        write_only = self._weight_follows()
-        for name, operand in self._operands.items():
-            if name != "weight" or not write_only:
-                operand.fetch()
-        self._gradients.fetch()
-
-    def _weight_follows(self) -> bool:
+        updated = {u.slot.name for u in updates}
+        self.weight_follows = "master" in state.planes and all(
+            slot.name in updated for slot, _, _ in _meets(state.flat.slots, lo, hi)
+        )
         """Whether the weight plane is only written: the format keeps a whole master apart, and every parameter here is
         updated.
         """
-        if "master" not in self.state.planes:
-            return False
-        updated = {u.slot.name for u in self.updates}
-        return all(slot.name in updated for slot, _, _ in _meets(self.state.flat.slots, self.lo, self.hi))
+
+    @property
+    def key(self) -> tuple[FlatState, int, int]:
+        """What it reads."""
+        return self.state, self.lo, self.hi
+
+    def start(self, source: StagingSlot | ChunkRead) -> None:
+        """Starts to read what the kernel needs into a staging slot, which is the job's from now on; or takes what has
+        been read ahead and reads the rest.
+        """
+        if self._first:  # writes that begin later are of this very step, of chunks that no other one reads
+            self.state.wait_written()
+        read = source if isinstance(source, ChunkRead) else ChunkRead(self.state, self.lo, self.hi, source)
+        self._read = read
+        self._gradients = self._taken.operands(self.lo, self.hi, read.carver, on_device=self.state.on_device)
+        read.fetch(weight=not self.weight_follows)
+        self._gradients.fetch()
 
     def finish(
         self, queue: SlotQueue, grad_scale: float, deliver: Callable[[int, int, Tensor], None] | None = None
@@ -453,41 +458,40 @@ class ChunkJob:
 
         `deliver(lo, hi, weight)` gets the new weights of the chunk, in host memory, while they are there.
         """
-        assert self._staging is not None and self._gradients is not None
+        assert self._read is not None and self._gradients is not None
         after: list[Completion] = []
         spans = self.state.memory.spans
+        operands = self._read.operands
         try:
-            write_only = self._weight_follows()
-            for name, operand in self._operands.items():
-                if name != "weight" or not write_only:
-                    operand.ready()
+            self._read.ready()
             self._gradients.ready()
             spans.begin(OPTIMIZER, f"update {self.state.flat.unit}", self)
             if self.state.before_rewrite is not None:
                 self.state.before_rewrite(self.lo, self.hi)
-            weight = self._operands["weight"]
-            if write_only and not weight.in_place:
+            weight = operands["weight"]
+            if self.weight_follows and not weight.in_place:
                 weight.tensor.zero_()  # the padding between parameters is zero
-            planes = {name: operand.tensor for name, operand in self._operands.items()}
+            planes = {name: operand.tensor for name, operand in operands.items()}
             kernels.steps_(self.state.fmt.name, planes, self._parts(), grad_scale=grad_scale)
             spans.end(self)
-            after = _put_back(self._operands.values())
+            after = _put_back(operands.values())
             self.state.note_writes([c for c in after if isinstance(c, Ticket)])
             if deliver is not None:
                 deliver(self.lo, self.hi, weight.on_host)
         finally:
             spans.end(self)
-            queue.give_back(self._staging, after)
-            self._staging = None
+            queue.give_back(self._read.slot, after)
+            self._read = None
 
     def abandon(self, queue: SlotQueue) -> None:
         """Gives the staging slot back without a step, once the reads that fill it have ended."""
-        if self._staging is None:
+        if self._read is None:
             return
-        for operand in (*self._operands.values(), *(self._gradients.parts if self._gradients else ())):
+        self._read.abandon()
+        for operand in self._gradients.parts if self._gradients else ():
             operand.forget()
-        queue.give_back(self._staging, [])
-        self._staging = None
+        queue.give_back(self._read.slot, [])
+        self._read = None
 
     def _parts(self) -> Iterator[tuple[int, int, Tensor, int, AdamWHyper]]:
         """The ranges of `kernels.steps_`, one of each update."""

@@ -11,7 +11,8 @@ update of such a unit is not begun before the unit has a buffer (it is being pre
 until then its states are read ahead as far as there are staging slots.
 
 [Note: slots] Reads ahead leave two staging slots to others: gradients and loads take one at a time and always give it
-back, so whoever waits for a slot gets one. An update under way needs one slot to go on.
+back, so whoever waits for a slot gets one. An update under way needs one slot to go on. While there is no update, in
+backward, the same slots take what the next step's first updates will read (`ReadAhead`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from offload.errors import OffloadError
 from offload.gradients import TakenGradients
 from offload.planes import SlotQueue
+from offload.schedule.ahead import ChunkRead, ReadAhead
 from offload.state import ChunkJob, FlatState
 from offload.tiers import TierMemory
 from swap.devices import Event
@@ -114,11 +116,20 @@ class UnitUpdate:
         """Whether there are chunks that have none yet."""
         return bool(self._todo)
 
-    def start_next(self, slot: Slot) -> None:
-        """Begins to read the next chunk into `slot`."""
+    @property
+    def next_chunk(self) -> ChunkJob:
+        """The first of those."""
+        return self._todo[0][1]
+
+    def start_next(self, source: Slot | ChunkRead) -> None:
+        """Begins to read the next chunk into a slot, or goes on with what has been read of it."""
         item = self._todo.popleft()
         self._started.append(item)
-        item[1].start(slot)
+        item[1].start(source)
+
+    def chunks(self) -> list[ChunkJob]:
+        """Those that have not begun."""
+        return [job for _, job in self._todo]
 
     def finish_next(self, memory: TierMemory, queue: SlotQueue) -> None:
         flat, job = self._started[0]
@@ -165,6 +176,8 @@ class Updates:
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._pending: dict[int, UnitUpdate] = {}
+        self._ahead = ReadAhead()
+        self._reading_ahead = False
         self._error: BaseException | None = None
         self.told = False
         """Whether somebody has met the error."""
@@ -180,6 +193,7 @@ class Updates:
         Raises:
             OffloadError: an earlier update failed, or the engine is closed.
         """
+        wanted = [job.key for update in updates for job in update.chunks()]
         with self._changed:
             self._check()
             for update in updates:
@@ -188,14 +202,39 @@ class Updates:
             for update in updates:
                 update.belongs_to(self)
                 self._pending[update.index] = update
-            if self._thread is None and updates:
-                # It knows nothing of the engine, so that a forgotten one can be collected while it sleeps; a daemon, so
-                # that the interpreter can end.
-                self._thread = threading.Thread(
-                    target=_work, args=(weakref.ref(self),), name="offload-optimizer", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
+            if updates:
+                self._begin_work()
+            self._reading_ahead = False
+        self._ahead.keep(wanted)
+
+    def _begin_work(self) -> None:
+        if self._thread is None:
+            # It knows nothing of the engine, so that a forgotten one can be collected while it sleeps; a daemon, so
+            # that the interpreter can end.
+            owner = weakref.ref(self)
+            self._thread = threading.Thread(target=_work, args=(owner,), name="offload-optimizer", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    @property
+    def wants_ahead(self) -> bool:
+        """Whether `read_ahead` would begin something."""
+        return not (self._reading_ahead or self._pending)
+
+    def read_ahead(self, states: Sequence[FlatState]) -> None:
+        """Begins to read what the next step's first updates will need of `states`, which come in the order of their
+        use. Once a step, while no update is pending.
+        """
+        with self._changed:
+            if self.wants_ahead and not self._closed and self._error is None:
+                self._reading_ahead = True
+                self._ahead.begin(states)
+                self._begin_work()
+
+    def forget_ahead(self) -> None:
+        """Gives back the slots of what has been read ahead; what is laid out anew, or overwritten, was read in vain."""
+        self._ahead.forget()
+        self._reading_ahead = False
 
     def ask(self, update: UnitUpdate) -> None:
         """Somebody waits for `update`: it goes first, delivery or not."""
@@ -241,6 +280,7 @@ class Updates:
             update.wait()
         self._raise_error()
         self.settle_writes()
+        self.forget_ahead()
 
     def wait_for(self, most: int) -> None:
         """Waits until at most `most` updates are pending. Raises the error of one that it waited for."""
@@ -308,29 +348,47 @@ class Updates:
             if self._closed or any(update.runnable for update in self._pending.values()):
                 return None
             # A slot that becomes free says nothing; who waits for one looks again.
-            self._changed.wait(_SLOT_POLL if self._may_read_ahead() is not None else None)
+            self._changed.wait(_SLOT_POLL if self._has_room and self._unread else None)
         return None
 
-    def _may_read_ahead(self) -> UnitUpdate | None:
-        """The unit whose next chunk should be read before it is its turn, see [Note: slots]."""
+    @property
+    def _unread(self) -> bool:
+        """Whether there is something to read before it is its turn."""
+        if self._pending:
+            return any(update.unread for update in self._pending.values())
+        return self._ahead.unread
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a read ahead may take a slot, see [Note: slots]."""
         staging = self._memory.staging
         assert staging is not None
         started = sum(update.started for update in self._pending.values())
-        if started >= staging.count - 2:
-            return None
-        return next((update for update in self._pending.values() if update.unread), None)
+        return started + len(self._ahead) < staging.count - 2
 
     def _read_ahead(self) -> bool:
-        """Begins to read one chunk of an update that cannot run yet; False if it may not, or there is no slot."""
+        """Begins to read one chunk of an update that cannot run yet, or of one to come; False if it may not, or there
+        is no slot.
+        """
         with self._changed:
-            update = self._may_read_ahead()
-        if update is None or any(state.writing for state in update.states):
+            update = next((update for update in self._pending.values() if update.unread), None)
+            room = self._has_room
+            if update is None:
+                return room and not self._pending and self._ahead.read(self._queue)
+        if any(state.writing for state in update.states):
             return False
-        slot = self._queue.try_acquire()
-        if slot is None:
-            return False
-        update.start_next(slot)
-        return True
+        return self._start(update, room=room)
+
+    def _start(self, update: UnitUpdate, *, room: bool = True, wait: bool = False) -> bool:
+        """Begins the next chunk of `update` with what has been read of it or, if there is `room`, with a free slot;
+        False if there is none. `wait`: until there is.
+        """
+        source: Slot | ChunkRead | None = self._ahead.take(*update.next_chunk.key)
+        if source is None and room:
+            source = self._queue.acquire() if wait else self._queue.try_acquire()
+        if source is not None:
+            update.start_next(source)
+        return source is not None
 
     def _run(self, update: UnitUpdate) -> None:
         staging = self._memory.staging
@@ -340,12 +398,9 @@ class Updates:
             if self._closed:
                 return
             if not update.started:
-                update.start_next(self._queue.acquire())
-            while update.unread and update.started <= ahead:
-                slot = self._queue.try_acquire()
-                if slot is None:
-                    break
-                update.start_next(slot)
+                self._start(update, wait=True)
+            while update.unread and update.started <= ahead and self._start(update):
+                pass
             if not update.unread:
                 while self._read_ahead():
                     pass
@@ -366,6 +421,7 @@ class Updates:
         for update in pending:
             update.abandon(self._queue)
             update.end(error)
+        self._ahead.forget()
         with contextlib.suppress(Exception):
             self._queue.drain()
 

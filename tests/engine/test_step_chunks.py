@@ -28,9 +28,9 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
 
     def noted(job: ChunkJob, staging: Any) -> None:
         start(job, staging)
-        assert job._gradients is not None
-        staged = [operand._staged for operand in (*job._operands.values(), *job._gradients.parts)]
-        region = staging.tensor
+        assert job._gradients is not None and job._read is not None
+        staged = [operand._staged for operand in (*job._read.operands.values(), *job._gradients.parts)]
+        region = job._read.slot.tensor
         inside = [t for t in staged if t is not None and 0 <= t.data_ptr() - region.data_ptr() < region.numel()]
         pages = sum(-(-t.nbytes // 4096) * 4096 for t in inside)
         assert pages <= region.numel()
