@@ -270,7 +270,11 @@ class FlatGradients:
         stop = start + gradient.numel()
         out = plane.view(*self._range(entry, start, stop))
         if entry.held is Held.NOTHING:
-            out.copy_(gradient)
+            whole = start == 0 and gradient.numel() == entry.slot.numel
+            if whole and out.device.type == gradient.device.type == "cpu":
+                entry.partials = kernels.copy_square_sums(out, gradient)  # most often there is but one contribution
+            else:
+                out.copy_(gradient)
             return
         if entry.held is not target:
             before = self._locate(entry, entry.held)

@@ -28,6 +28,7 @@ __all__ = [
     "active_isa",
     "adamw_",
     "check_square_sums",
+    "copy_square_sums",
     "first_nonfinite",
     "get_threads",
     "load_",
@@ -108,6 +109,16 @@ def square_sums(grad: Tensor) -> Tensor:
     check_plane("grad", grad, GRAD_DTYPES)
     chosen = native.for_tensors(grad)
     return reference.square_sums(grad) if chosen is None else chosen.square_sums(grad)[0]
+
+
+def copy_square_sums(out: Tensor, grad: Tensor) -> Tensor:
+    """out = grad and its sums of squares in one pass over the memory, see `reference.copy_square_sums`."""
+    check_plane("grad", grad, GRAD_DTYPES)
+    check_plane("out", out, (grad.dtype,), grad)
+    if same_memory(out, grad):
+        return square_sums(grad)
+    chosen = native.for_tensors(grad)
+    return reference.copy_square_sums(out, grad) if chosen is None else chosen.square_sums(grad, out)[0]
 
 
 def accumulate_(acc: Tensor, contribution: Tensor) -> None:

@@ -24,7 +24,7 @@ from optimizer_cpu.formats import StateFormat
 from optimizer_cpu.reference import AdamWHyper, AdamWScalars
 from optimizer_cpu.threads import get_threads
 
-INTERFACE = 2
+INTERFACE = 3
 REFERENCE = "reference"
 FORMAT_CODES = {"fp32": 0, "split": 1, "compact": 2}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -147,11 +147,18 @@ class Backend:
             self.isa, DTYPE_CODES[weight.dtype], address(master), address(weight), count, self.threads(count)
         )
 
-    def square_sums(self, grad: Tensor) -> tuple[Tensor, int | None]:
+    def square_sums(self, grad: Tensor, out: Tensor | None = None) -> tuple[Tensor, int | None]:
+        """`out`: where to copy `grad` on the way."""
         count = grad.numel()
         partials = torch.empty(-(-count // reference.BLOCK), dtype=torch.float64)
         first = self.module.square_sums(
-            self.isa, DTYPE_CODES[grad.dtype], address(grad), address(partials), count, self.threads(count)
+            self.isa,
+            DTYPE_CODES[grad.dtype],
+            address(grad),
+            address(out),
+            address(partials),
+            count,
+            self.threads(count),
         )
         return partials, None if first < 0 else int(first)
 

@@ -272,6 +272,15 @@ def check_square_sums(grad: Tensor) -> tuple[Tensor, int | None]:
 
 
 @torch.no_grad()
+def copy_square_sums(out: Tensor, grad: Tensor) -> Tensor:
+    """Copies 1-D `grad` (fp32, bf16 or fp16) to `out` of the same dtype and length; returns `square_sums(grad)`."""
+    check_plane("grad", grad, GRAD_DTYPES)
+    check_plane("out", out, (grad.dtype,), grad)
+    out.copy_(grad)
+    return square_sums(out)
+
+
+@torch.no_grad()
 def accumulate_(acc: Tensor, contribution: Tensor) -> None:
     """acc += contribution on 1-D slices of equal length; the contribution is first converted to acc's dtype.
 

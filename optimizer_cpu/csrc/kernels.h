@@ -47,7 +47,8 @@ using StepFn = void (*)(const Planes&, const Scalars&, const Dither&, std::size_
 using ConvertFn = void (*)(const Planes&, const Decoded&, const Dither&, std::size_t begin, std::size_t end);
 using RoundFn = void (*)(float* master, void* weight, std::size_t begin, std::size_t end);
 // Writes one partial per block from partials[begin / kBlock]; returns the first non-finite element of the range or `end`.
-using SquareSumsFn = std::size_t (*)(const void* grad, double* partials, std::size_t begin, std::size_t end);
+// Copies the range to `out`, which does not overlap `grad`, unless that is null.
+using SquareSumsFn = std::size_t (*)(const void* grad, void* out, double* partials, std::size_t begin, std::size_t end);
 using AccumulateFn = void (*)(float* acc, const void* contribution, std::size_t begin, std::size_t end);
 using StreamFn = void (*)(float* data, float factor, std::size_t begin, std::size_t end);
 

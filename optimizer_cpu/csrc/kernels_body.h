@@ -147,8 +147,9 @@ void split_decode_range(const Planes& planes, const Decoded& d, const Dither&, s
 
 // ---- norm, accumulation, streaming -----------------------------------------------------------------------------------
 
-// Sum of squares of one whole block: 64 lanes, rows in order, then halves of lanes.
-template <class G> inline double block_squares(const typename G::T* x) {
+// Sum of squares of one whole block: 64 lanes, rows in order, then halves of lanes. `kCopy`: the block also goes to `out`,
+// past the caches.
+template <class G, bool kCopy = false> inline double block_squares(const typename G::T* x, typename G::T* out = nullptr) {
     constexpr std::size_t kLanes = 64, kRows = kBlock / kLanes, kSide = Simd::kSumVectors;
     static_assert(kLanes % (kSide * N) == 0);
     double lanes[kLanes];
@@ -157,7 +158,9 @@ template <class G> inline double block_squares(const typename G::T* x) {
         for (std::size_t k = 0; k < kSide; ++k) low[k] = high[k] = Simd::zero_d();
         for (std::size_t row = 0; row < kRows; ++row) {
             for (std::size_t k = 0; k < kSide; ++k) {
-                const F value = G::load(x + row * kLanes + lane + k * N);
+                const std::size_t place = row * kLanes + lane + k * N;
+                const F value = G::load(x + place);
+                if constexpr (kCopy) Simd::stream_copy(out + place, x + place);
                 low[k] = Simd::add_square(low[k], Simd::low_d(value));
                 if (N > 1) high[k] = Simd::add_square(high[k], Simd::high_d(value));
             }
@@ -177,15 +180,22 @@ template <> inline bool bad_bits<F32>(float x) { return !(x - x == 0.0f); }
 template <> inline bool bad_bits<BF16>(std::uint16_t x) { return (x & 0x7F80) == 0x7F80; }
 template <> inline bool bad_bits<F16>(std::uint16_t x) { return (x & 0x7C00) == 0x7C00; }
 
-template <class G>
-std::size_t square_sums_range(const void* grad, double* partials, std::size_t begin, std::size_t end) {
-    const auto* x = at<typename G::T>(grad, 0);
+enum class Copy { kNone, kPlain, kStream };
+
+template <class G, Copy kCopy>
+inline std::size_t squares_of(const typename G::T* x, typename G::T* out, double* partials, std::size_t begin,
+                              std::size_t end) {
     std::size_t bad = end;
     for (std::size_t i = begin; i < end; i += kBlock) {
         const std::size_t count = end - i < kBlock ? end - i : kBlock;
         double sum;
+        if (kCopy == Copy::kPlain || (kCopy == Copy::kStream && count < kBlock))
+            std::memcpy(out + i, x + i, count * sizeof(typename G::T));
         if (count == kBlock) {
-            sum = block_squares<G>(x + i);
+            if constexpr (kCopy == Copy::kStream)
+                sum = block_squares<G, true>(x + i, out + i);
+            else
+                sum = block_squares<G>(x + i);
         } else {
             const Tail<typename G::T, kBlock> tail(x, i, count);
             sum = block_squares<G>(tail.data);
@@ -196,7 +206,19 @@ std::size_t square_sums_range(const void* grad, double* partials, std::size_t be
                 if (bad_bits<G>(x[j])) bad = j;
         }
     }
+    if constexpr (kCopy == Copy::kStream) Simd::stream_end();
     return bad;
+}
+
+template <class G>
+std::size_t square_sums_range(const void* grad, void* out, double* partials, std::size_t begin, std::size_t end) {
+    const auto* x = at<typename G::T>(grad, 0);
+    auto* target = at<typename G::T>(out, 0);
+    if (out == nullptr) return squares_of<G, Copy::kNone>(x, target, partials, begin, end);
+    constexpr std::size_t kLine = 64;
+    if (Simd::kStreamAlign == 0 || end - begin < kStreamFrom || reinterpret_cast<std::uintptr_t>(out) % kLine != 0)
+        return squares_of<G, Copy::kPlain>(x, target, partials, begin, end);
+    return squares_of<G, Copy::kStream>(x, target, partials, begin, end);
 }
 
 template <class G> void accumulate_range(float* acc, const void* contribution, std::size_t begin, std::size_t end) {

@@ -113,14 +113,14 @@ void round_weight(const std::string& isa, int weight_type, Address master, Addre
     });
 }
 
-// Index of the first non-finite element, or -1.
-std::int64_t square_sums(const std::string& isa, int grad_type, Address grad, Address partials, std::size_t elements,
-                         int threads) {
+// Index of the first non-finite element, or -1. `out`: where to copy the gradient on the way, 0 for nowhere.
+std::int64_t square_sums(const std::string& isa, int grad_type, Address grad, Address out, Address partials,
+                         std::size_t elements, int threads) {
     check_index("gradient dtype", grad_type, kGradTypes);
     const SquareSumsFn kernel = table_of(isa).square_sums[grad_type];
     std::vector<std::size_t> first(static_cast<std::size_t>(std::max(threads, 1)), elements);
     parallel_ranges(process_pool(), elements, kBlock, threads, [&](int part, std::size_t begin, std::size_t end) {
-        const std::size_t bad = kernel(pointer(grad), pointer<double>(partials), begin, end);
+        const std::size_t bad = kernel(pointer(grad), pointer(out), pointer<double>(partials), begin, end);
         if (bad != end) first[static_cast<std::size_t>(part)] = bad;
     });
     const std::size_t bad = *std::min_element(first.begin(), first.end());
@@ -148,7 +148,7 @@ void stream(const std::string& isa, Address data, float factor, std::size_t elem
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an interpreter that exits on a signal may keep objects alive; that is no leak of ours
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    m.attr("interface") = 2;  // optimizer_cpu/native.py refuses another number
+    m.attr("interface") = 3;  // optimizer_cpu/native.py refuses another number
     m.def("compiled_isas", &compiled_isas);
     m.def("supported_isas", &supported_isas);
     m.def("workers", [] { return process_pool().workers(); });

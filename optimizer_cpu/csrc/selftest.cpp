@@ -164,8 +164,8 @@ void conversions(const KernelTable& table, const KernelTable& scalar, std::size_
     for (int type = 0; type < kGradTypes; ++type) {
         Buffers ours(n, seed, type), want(n, seed, type);
         std::vector<double> a(n / kBlock + 1, 0.0), b(n / kBlock + 1, 0.0);
-        const auto bad = table.square_sums[type](ours.grad.data(), a.data(), 0, n);
-        if (bad != scalar.square_sums[type](want.grad.data(), b.data(), 0, n)) {
+        const auto bad = table.square_sums[type](ours.grad.data(), nullptr, a.data(), 0, n);
+        if (bad != scalar.square_sums[type](want.grad.data(), nullptr, b.data(), 0, n)) {
             std::printf("%s: first bad element differs\n", table.name);
             ++failures;
         }
@@ -173,6 +173,12 @@ void conversions(const KernelTable& table, const KernelTable& scalar, std::size_
             for (auto& x : *values)
                 if (!(x == x)) x = 0.0;
         compare("square sums", a, b);
+        std::vector<unsigned char> copied(ours.grad.size());
+        table.square_sums[type](ours.grad.data(), copied.data(), a.data(), 0, n);
+        for (auto& x : a)
+            if (!(x == x)) x = 0.0;
+        compare("square sums beside a copy", a, b);
+        compare("a gradient's copy", copied, want.grad);
         table.accumulate[type](ours.master.data(), ours.grad.data(), 0, n);
         scalar.accumulate[type](want.master.data(), want.grad.data(), 0, n);
         if (type != 0) {

@@ -58,6 +58,10 @@ struct Simd {
     // Past the caches; `p` must be a multiple of kStreamAlign.
     static constexpr std::size_t kStreamAlign = 16;
     static void stream16(std::uint16_t* p, I a) { _mm_stream_si128(reinterpret_cast<__m128i*>(p), pack16(a)); }
+    static void stream_copy(std::uint16_t* p, const std::uint16_t* x) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(p), _mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+    }
+    static void stream_copy(float* p, const float* x) { _mm256_stream_ps(p, _mm256_loadu_ps(x)); }
     static void stream_end() { _mm_sfence(); }
 
     static F from_half(const std::uint16_t* p) {

@@ -58,6 +58,10 @@ struct Simd {
     static void stream16(std::uint16_t* p, I a) {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a));
     }
+    static void stream_copy(std::uint16_t* p, const std::uint16_t* x) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    }
+    static void stream_copy(float* p, const float* x) { _mm512_stream_ps(p, _mm512_loadu_ps(x)); }
     static void stream_end() { _mm_sfence(); }
 
     static F from_half(const std::uint16_t* p) {

@@ -49,6 +49,7 @@ struct Simd {
     static void store16(std::uint16_t* p, I a) { vst1_u16(p, vmovn_u32(vreinterpretq_u32_s32(a))); }
     static constexpr std::size_t kStreamAlign = 0;  // no such store
     static void stream16(std::uint16_t* p, I a) { store16(p, a); }
+    template <class T> static void stream_copy(T* p, const T* x) { std::memcpy(p, x, N * sizeof(T)); }
     static void stream_end() {}
 
     static F from_half(const std::uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }

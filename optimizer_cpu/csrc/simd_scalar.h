@@ -58,6 +58,7 @@ struct Simd {
     static void store16(std::uint16_t* p, I a) { *p = static_cast<std::uint16_t>(a & 0xFFFF); }
     static constexpr std::size_t kStreamAlign = 0;  // no such store
     static void stream16(std::uint16_t* p, I a) { store16(p, a); }
+    template <class T> static void stream_copy(T* p, const T* x) { std::memcpy(p, x, N * sizeof(T)); }
     static void stream_end() {}
 
     static F from_half(const std::uint16_t* p) {

@@ -198,6 +198,33 @@ def test_ranges_of_a_shard(isa, fmt, weight_dtype, grad_dtype):
     assert_same(expected, planes, fmt)
 
 
+@pytest.mark.parametrize("isa", [*ISAS, "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+@pytest.mark.parametrize("shift", (0, 1))
+def test_a_copy_with_its_sums_of_squares_is_both(isa, dtype, shift):
+    """At any length, aligned or not, with one thread's range long enough to pass the caches by; NaNs keep their bits."""
+    native.force(isa)
+    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    for threads in (1, 3):
+        kernels.set_threads(threads)
+        for numel in (*LENGTHS, 300_003, 1 << 20):
+            x = gradient(numel, numel, dtype)
+            memory = torch.full((numel + 2,), 7.0, dtype=dtype)
+            out = memory[shift : shift + numel]
+            partials = kernels.copy_square_sums(out, x)
+            assert torch.equal(partials.nan_to_num(), reference.square_sums(x).nan_to_num()), numel
+            assert torch.equal(out.view(bits), x.view(bits)), numel
+            assert (memory[:shift] == 7).all() and (memory[shift + numel :] == 7).all()
+    assert torch.equal(kernels.copy_square_sums(x, x).nan_to_num(), reference.square_sums(x).nan_to_num())
+
+
+def test_a_copy_to_other_memory_than_the_gradients_is_refused():
+    x = torch.ones(10)
+    for wrong in (torch.ones(9), torch.ones(10, dtype=torch.bfloat16), torch.ones(10, device="meta")):
+        with pytest.raises(ValueError, match="out"):
+            kernels.copy_square_sums(wrong, x)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 def test_square_sums_and_first_bad_element(isa, dtype):
