@@ -25,6 +25,8 @@ from swap.geometry import PAGE, format_bytes
 KINDS = ("parameters", "optimizer", "gradients")
 MAX_CHUNK = 1 << 20
 MAX_STAGING_SLOTS = 4
+AHEAD_BYTES = 128 << 20
+"""Staging, where states rest in swap files: so much of them can be read before their step."""
 STEP_SLOTS = 3
 """Chunks that an optimizer step on the device has there at once: one at work, two read ahead."""
 
@@ -112,8 +114,10 @@ def plan_chunks(
     chunk: int | None,
     host: int | None,
     largest: int = MAX_CHUNK,
+    in_files: int = 0,
 ) -> tuple[int, int, int]:
-    """(elements of a chunk, bytes of a staging slot, bytes of all staging). `largest`: elements of the largest flat.
+    """(elements of a chunk, bytes of a staging slot, bytes of all staging). `largest`: elements of the largest flat;
+    `in_files`: elements whose states rest in swap files.
 
     Raises:
         PlanError: the staging budget cannot hold one chunk of the smallest legal size; the message names the minimum.
@@ -124,12 +128,13 @@ def plan_chunks(
     def slot(elements: int) -> int:
         return staging_bytes_per_chunk(fmt, dtypes, accumulate, elements)
 
-    # Automatic sizes: four chunks in flight within an eighth of the host budget, so that small budgets keep room for
-    # planes.
+    # Automatic sizes: four chunks in flight, or more where reads ahead gain by it, within an eighth of the host budget,
+    # so that small budgets keep room for planes.
+    ahead = min(AHEAD_BYTES, -(-in_files // most) * slot(most))
     room = (
         staging
         if staging is not None
-        else max(slot(smallest), min(MAX_STAGING_SLOTS * slot(most), (host or 1 << 62) // 8))
+        else max(slot(smallest), min(max(MAX_STAGING_SLOTS * slot(most), ahead), (host or 1 << 62) // 8))
     )
     if slot(smallest) > room:
         raise PlanError(
@@ -224,8 +229,10 @@ def make_plan(
     """
     dtypes = sorted({flat.dtype for unit in units for flat in unit.flats}, key=str) or [torch.float32]
     largest = max((flat.padded for unit in units for flat in unit.flats), default=0)
+    # Where placement is automatic, room for states to rest in is worth more than room for early reads.
+    in_files = sum(f.trainable_end for u in units for f in u.flats) if request.tiers["optimizer"] == "nvme" else 0
     chunk, slot_bytes, staging = plan_chunks(
-        fmt, dtypes, accumulate, request.staging, request.chunk, limits.host, largest
+        fmt, dtypes, accumulate, request.staging, request.chunk, limits.host, largest, in_files
     )
     persistent = sum(f.nbytes for u in units for f in u.flats if f.persistent)
     weights = sum(f.nbytes for u in units for f in u.flats)

@@ -17,7 +17,7 @@ from offload.placement import Plan, gathering_bytes
 from offload.planner.floors import PHASES, WINDOWS, Floor, Rates, Work, binding, disk_seconds, floor_of, side_by_side
 from offload.planner.machine import OperationCosts
 from offload.planner.shapes import StepShapes
-from offload.planner.work import Course, step_work, update_work
+from offload.planner.work import Course, read_ahead, step_work, update_work
 from offload.tiers import Tier
 from optimizer_cpu.formats import StateFormat
 
@@ -257,7 +257,9 @@ def _lead(setting: Setting, speeds: Speeds, names: Sequence[str]) -> float:
             plan, course = setting.plan, setting.course
             updates = (update_work(u, setting.units[u], plan, setting.fmt, setting.accumulate, course) for u in visit)
             update = sum(updates, Work())
-            came = max(came, disk_seconds(speeds.rates, update.disk_read, update.disk_write))
+            early = read_ahead(setting.units, plan, setting.fmt, setting.accumulate, course)
+            read = update.disk_read - sum(early.get(u, 0) for u in visit)
+            came = max(came, disk_seconds(speeds.rates, read, update.disk_write))
         first += came
     return first
 

@@ -66,6 +66,8 @@ def step_work(
                 continue
             backward += _gradient_work(flat, _parked(plan, u, f, course), accumulate, course)
         optimizer += update_work(u, unit, plan, fmt, accumulate, course)
+    early = Work(disk_read=sum(read_ahead(units, plan, fmt, accumulate, course).values()))
+    backward, optimizer = backward + early, optimizer + early.scaled(-1)
     return {"forward": forward, "backward": backward, "optimizer": optimizer}
 
 
@@ -79,6 +81,34 @@ def update_work(
             places, parked = plan.flats[index, f], _parked(plan, index, f, course)
             work += _update_work(flat, fmt, places.weight, places.optimizer, parked, accumulate, course)
     return work
+
+
+def read_ahead(
+    units: Sequence[UnitLayout], plan: Plan, fmt: StateFormat, accumulate: torch.dtype, course: Course
+) -> dict[int, int]:
+    """The bytes of each unit's update that are read while backward runs: the chunks of the first units, as many as
+    there are staging slots but two.
+    """
+    found: dict[int, int] = {}
+    left = plan.staging // plan.slot_bytes - 2 if plan.slot_bytes else 0
+    if course.schedule == "eager":
+        return found
+    for u, unit in enumerate(units):
+        for f, flat in enumerate(unit.flats):
+            places = plan.flats[u, f]
+            if left <= 0 or not flat.trainable_end or places.optimizer is not Tier.NVME:
+                continue
+            parked = _parked(plan, u, f, course)
+            moved = _update_work(flat, fmt, places.weight, places.optimizer, parked, accumulate, course)
+            *_, final = _gradient_sizes(flat, accumulate, course)
+            gradients = _large(flat, parked) * final if parked is Tier.NVME else 0
+            # A chunk is as large as its slot has room for what passes through it, in either direction.
+            passing = max(moved.disk_read, moved.disk_write + gradients)
+            chunks = min(left, -(-int(passing) // plan.slot_bytes))
+            left -= chunks
+            part = min(1.0, chunks * plan.slot_bytes / passing)
+            found[u] = found.get(u, 0) + int(part * (moved.disk_read - gradients))
+    return found
 
 
 def _parked(plan: Plan, index: int, f: int, course: Course) -> Tier:

@@ -202,7 +202,9 @@ def test_ranges_of_a_shard(isa, fmt, weight_dtype, grad_dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("shift", (0, 1))
 def test_a_copy_with_its_sums_of_squares_is_both(isa, dtype, shift):
-    """At any length, aligned or not, with one thread's range long enough to pass the caches by; NaNs keep their bits."""
+    """At any length, aligned or not, and where a thread's range is long enough to pass the caches by. NaNs keep their
+    bits.
+    """
     native.force(isa)
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for threads in (1, 3):
