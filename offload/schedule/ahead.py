@@ -103,7 +103,9 @@ class ReadAhead:
                         self._todo.append((state, lo, hi, weight))
 
     def read(self, queue: SlotQueue) -> bool:
-        """Begins to read the next chunk; False if there is none, or it cannot be read yet, or no slot is free."""
+        """Begins to read the next chunk; False if there is none, or it cannot be read yet, or no slot is free. A drive
+        that refuses is the update's to tell of, which asks it again.
+        """
         with self._lock:
             if not self._todo:
                 return False
@@ -119,9 +121,10 @@ class ReadAhead:
             chunk = ChunkRead(state, lo, hi, slot)
             try:
                 begun = chunk.fetch_ahead(weight=weight)
-            except BaseException:
+            except Exception:
                 _drop(chunk)
-                raise
+                self._todo.clear()
+                return False
             if not begun:
                 _drop(chunk)
                 return False

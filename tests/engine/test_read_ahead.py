@@ -36,11 +36,11 @@ def backward(engine: offload.Engine, ids: torch.Tensor) -> None:
 
 
 def read_early(engine: offload.Engine) -> int:
-    """Waits until no more can be read ahead; the slots that are held."""
-    ahead, staging = engine._updates._ahead, engine._memory.staging
-    assert staging is not None
+    """Waits until no more can be read ahead and all of that is there; the slots that are held."""
+    ahead, staging, store = engine._updates._ahead, engine._memory.staging, engine._memory.store
+    assert staging is not None and store is not None
     deadline = time.monotonic() + 20
-    while ahead.unread and len(ahead) < staging.count - 2:
+    while (ahead.unread and len(ahead) < staging.count - 2) or store.stats.in_flight:
         assert time.monotonic() < deadline, "reads ahead do not go on"
         time.sleep(0.002)
     return len(ahead)
