@@ -190,7 +190,7 @@ class Residency:
         self.storages: dict[int, tuple[Unit, int]] = {}
         self._abandoned: list[Completion] = []
         self.buffers = Buffers(memory)
-        self._loading = 0
+        self._loading: set[int] = set()
         self.closed = self.away = False
         self.updates: Updates | None = None
         """Updates of resting weights that are pending: a unit's is carried out before the unit is used."""
@@ -400,8 +400,8 @@ class Residency:
         except BaseException:
             self._drop_buffers(unit)
             raise
+        self._loading.add(unit.index)
         unit.change(Phase.LOADING)
-        self._loading += 1
         unit._started = time.monotonic()
         unit.loads += any(flat.loaded is not None for flat in unit.flats)
 
@@ -430,7 +430,7 @@ class Residency:
             self._abandon(unit)
             raise
         unit.change(Phase.RESIDENT)
-        self._loading -= 1
+        self._loading.discard(unit.index)
         now = time.monotonic()
         waited = now - asked > _NOTHING
         if unit.load_bytes and (waited or unit.load_seconds == 0.0 or now - unit._started < unit.load_seconds):
@@ -455,7 +455,7 @@ class Residency:
             self._end_abandoned()
         self._drop_buffers(unit)
         unit.change(Phase.RESTING)
-        self._loading -= 1
+        self._loading.discard(unit.index)
         if not self._loading:
             self.buffers.drop()
 
@@ -473,14 +473,15 @@ class Residency:
             unit.bound = False
         if unit.expected and self.gather is not None and self.gather.keeps_shards:
             self._keep_shards(unit)
+        loaded = [flat.loaded for flat in unit.flats if flat.loaded is not None]
+        unit.change(Phase.RESTING)
+        self._drop_buffers(unit)
+        # Only now, or an interrupt could leave a buffer to two units.
         if self._loading and self.gather is None:  # more units are to come
-            for flat in unit.flats:
-                if flat.loaded is not None:
-                    self.buffers.give_back(flat.loaded)
+            for buffer in loaded:
+                self.buffers.give_back(buffer)
         else:
             self.buffers.drop()
-        self._drop_buffers(unit)
-        unit.change(Phase.RESTING)
         if self.on_rest is not None:
             self.on_rest(unit)
 

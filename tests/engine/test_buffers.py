@@ -207,3 +207,27 @@ def test_a_unit_that_must_wait_for_room_gets_that_of_a_buffer_that_waits(swap_fo
     block = 4 * 4096
     with paired(Stack(4), placed("cpu", "nvme"), swap_folder, memory={"device": 2 * block}) as pair:
         pair.train(square(inputs()), steps=3)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_interrupt_leaves_no_buffer_to_two_units(
+    kept: bool, swap_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_back, calls = Buffers.give_back, 0
+
+    def interrupted(self: Buffers, loaded: Loaded) -> None:
+        nonlocal calls
+        calls += 1
+        if kept or calls != 3:
+            give_back(self, loaded)
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    with paired(Stack(6), placed("cpu", "nvme"), swap_folder) as pair:
+        pair.train(square(inputs()), steps=2)
+        pair.engine.synchronize()
+        with monkeypatch.context() as patch:
+            patch.setattr(Buffers, "give_back", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pair.engine(inputs())
+        pair.train(square(inputs()), steps=2)
