@@ -482,5 +482,7 @@ def closing_lines(summary: dict[str, Any], directory: Path) -> list[str]:
     if summary["checkpoint"]:
         more = f"; continue with --resume auto --run-dir {directory}" if summary["interrupted"] else ""
         lines.append(f"checkpoint {summary['checkpoint']}{more}")
+    elif summary["steps"] and not failed:
+        lines.append("nothing that was trained is kept: checkpoint.interval saves it")
     lines.append(f"run directory {directory}")
     return lines

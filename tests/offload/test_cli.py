@@ -109,6 +109,7 @@ def test_a_run_writes_one_directory(offload: Command) -> None:
     assert done.returncode == 0, done.stderr
     assert offload.tree() == ["run", *(f"run/{name}" for name in RUN_FILES)]
     assert "held-out loss" in done.stdout and "run directory run" in done.stdout and "nvme" in done.stdout
+    assert "nothing that was trained is kept: checkpoint.interval saves it" in done.stdout
     summary, records = read_run(offload.cwd / "run")
     assert summary["steps"] == 6 and summary["skipped_steps"] == 0 and summary["tokens"] == 6 * 2 * 2 * 32
     assert summary["last_loss"] < summary["first_loss"] and summary["eval_loss"] < summary["eval_loss_first"]
