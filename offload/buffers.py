@@ -7,8 +7,8 @@ being loaded ahead, the buffer of a unit that comes to rest waits for a unit tha
 [Note: nobody else] Only a buffer of which nobody but us has a view may be filled with other weights: the Storage's own
 count of its users says so. The views that we keep never leave: parameters and graphs get tensors of their own over the
 same memory, each of which counts, as does an array and a transfer. Who has the Storage's Python object does not count
-there, so those are counted by Python. Only on the CPU, where nothing that no count shows, such as a copy stream, works
-on memory.
+there, so those are counted by Python. Other processes do not count: to share a Storage with them puts other memory into
+it, which shows. Only on the CPU, where nothing that no count shows, such as a copy stream, works on memory.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class Layout:
 class Loaded:
     """A buffer, and views of it, one for each parameter: not to be handed out, see [Note: nobody else]."""
 
-    __slots__ = ("_addresses", "_alone", "_storage", "layout", "tensor", "views")
+    __slots__ = ("_address", "_addresses", "_alone", "_storage", "layout", "tensor", "views")
 
     def __init__(self, tensor: Tensor, layout: Layout) -> None:
         """`tensor`: new, known to nobody else."""
         self.tensor, self.layout = tensor, layout
         self._storage: int = tensor.untyped_storage()._cdata
+        self._address = tensor.data_ptr()
         self._alone = (0 if _count is None else _count(self._storage), self._references())
         self.views: list[Tensor] = []
         """Of each parameter's place, in the order of the layout, once `show` has made them."""
@@ -62,8 +63,6 @@ class Loaded:
                 # A view as autograd sees it would hold the tensor that it was made from as well.
                 made = [tensor.as_strided(shape, strides, base + start).data for shape, strides, start in places]
             self._addresses = [view.data_ptr() for view in made]
-            users, references = self._alone
-            self._alone = users + len(made), references
             self.views = made
         return self.views
 
@@ -76,7 +75,9 @@ class Loaded:
     @property
     def alone(self) -> bool:
         """Whether nobody else has a view of the buffer; False if that is not known."""
-        return _count is not None and (_count(self._storage), self._references()) == self._alone
+        if _count is None or self.tensor.data_ptr() != self._address:
+            return False
+        return (_count(self._storage) - len(self.views), self._references()) == self._alone
 
     def _references(self) -> int:
         """To the Storage's Python object."""

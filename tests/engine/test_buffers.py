@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,6 +99,18 @@ def test_a_buffer_that_somebody_has_is_not_kept(memory: TierMemory, what: str) -
     assert buffers.idle_bytes == nbytes
 
 
+def test_memory_that_another_process_was_given_is_not_kept(memory: TierMemory) -> None:
+    """Sharing puts other memory into the Storage and leaves no user of it here."""
+    buffers = Buffers(memory)
+    loaded = buffers.take(buffers.layout(4096, torch.float32, SLOTS), "one")
+    loaded.tensor.zero_()
+    assert loaded.show() and loaded.alone
+    loaded.views[0].detach().share_memory_()
+    assert not loaded.alone
+    buffers.give_back(loaded)
+    assert buffers.idle_bytes == 0
+
+
 class Watched(torch.autograd.Function):
     """A product that hands out what autograd has saved for its backward."""
 
@@ -130,12 +145,22 @@ class Leaking(nn.Module):
         return torch.tanh(Watched.apply(x, self.weight, self.kept if self.watched else []) + self.bias)
 
 
+def shared(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The memory that another process gets which is sent the tensor."""
+    storage = tensor.untyped_storage()
+    descriptor, size = storage._share_fd_cpu_()
+    array = np.frombuffer(mmap.mmap(os.dup(descriptor), size), dtype=np.float32)
+    start = int(tensor.storage_offset())
+    return array[start : start + tensor.numel()].reshape(tensor.shape)
+
+
 KEEP: dict[str, Callable[[nn.Parameter], Any]] = {
     "detached": lambda weight: weight.detach(),
     "data": lambda weight: weight.data,
     "view": lambda weight: weight[1:].t(),
     "array": lambda weight: weight.detach().numpy(),
     "storage": lambda weight: weight.untyped_storage(),
+    "shared": lambda weight: shared(weight.detach()),
     "as a parameter": lambda weight: nn.Parameter(weight.data),
     "put in its place": lambda weight: setattr(weight, "data", weight.data.view(-1).view(WIDTH, WIDTH)),
 }
