@@ -26,6 +26,7 @@ KINDS = ("parameters", "optimizer", "gradients")
 MAX_CHUNK = 1 << 20
 MAX_STAGING_SLOTS = 4
 AHEAD_BYTES = 128 << 20
+AHEAD_SLOTS = 16
 """Staging, where states rest in swap files: so much of them can be read before their step."""
 STEP_SLOTS = 3
 """Chunks that an optimizer step on the device has there at once: one at work, two read ahead."""
@@ -130,7 +131,7 @@ def plan_chunks(
 
     # Automatic sizes: four chunks in flight, or more where reads ahead gain by it, within an eighth of the host budget,
     # so that small budgets keep room for planes.
-    ahead = min(AHEAD_BYTES, -(-in_files // most) * slot(most))
+    ahead = min(AHEAD_BYTES, min(AHEAD_SLOTS, -(-in_files // most)) * slot(most))
     room = (
         staging
         if staging is not None

@@ -228,6 +228,27 @@ def test_small_staging_names_the_minimum() -> None:
         plan(units(), request(**TO_NVME, staging=least, chunk=4 * MIB), limits())
 
 
+@pytest.mark.parametrize(
+    ("count", "blocks", "optimizer", "host", "slots"),
+    [
+        (4, 16, "nvme", AMPLE, 4),  # the states of all units are four chunks
+        (9, 16, "nvme", AMPLE, 9),
+        (40, 16, "nvme", AMPLE, 16),
+        (40, 256, "nvme", AMPLE, 6),  # 128 MiB
+        (40, 16, "nvme", 16 * MIB, 4),  # an eighth of the host budget: four smaller chunks
+        (40, 16, "auto", AMPLE, 4),
+        (40, 16, "host", AMPLE, 4),
+    ],
+)
+def test_automatic_staging_has_room_for_reads_ahead_of_states_in_files(
+    count: int, blocks: int, optimizer: str, host: int, slots: int
+) -> None:
+    tiers = {**TO_NVME, "optimizer": optimizer}
+    made = plan(units(count, blocks), request(count, **tiers, staging=None), limits(host=host))
+    assert made.staging == slots * made.slot_bytes <= host // 8
+    assert made.chunk == blocks * BLOCK or host < AMPLE
+
+
 def test_a_chunk_is_a_multiple_of_the_granule_and_at_least_one() -> None:
     granule = chunk_granule(FORMAT, [BF16])
     for chunk in (1, 4 * granule, 4 * granule + 1, 9 * granule):
