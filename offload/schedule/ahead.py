@@ -94,12 +94,20 @@ class ReadAhead:
         return bool(self._todo)
 
     def begin(self, states: Iterable[FlatState]) -> None:
-        """Plans to read what the last step needed of `states`, in this order. What has been read stays."""
+        """Plans to read what the last step needed of `states`, in this order. What has been read stays.
+
+        A chunk of which nothing is in a swap file would hold its slot for nothing; one whose kernel runs on the device
+        would take memory there that backward needs.
+        """
         with self._lock:
             self._todo.clear()
             for state in states:
+                if state.on_device:
+                    continue
+                filed = any(plane.tier is Tier.NVME for plane in state.planes.values())
                 for lo, hi, weight in state.last_chunks:
-                    if (state, lo, hi) not in self._reads:
+                    wanted = filed or (weight and state.weight.tier is Tier.NVME)
+                    if wanted and (state, lo, hi) not in self._reads:
                         self._todo.append((state, lo, hi, weight))
 
     def read(self, queue: SlotQueue) -> bool:
@@ -118,15 +126,14 @@ class ReadAhead:
             slot = queue.try_acquire()
             if slot is None:
                 return False
-            chunk = ChunkRead(state, lo, hi, slot)
+            chunk, begun = None, False
             try:
+                chunk = ChunkRead(state, lo, hi, slot)
                 begun = chunk.fetch_ahead(weight=weight)
             except Exception:
-                _drop(chunk)
                 self._todo.clear()
-                return False
-            if not begun:
-                _drop(chunk)
+            if not begun or chunk is None:
+                _drop(chunk, slot)
                 return False
             self._todo.popleft()
             self._reads[state, lo, hi] = chunk
@@ -137,7 +144,7 @@ class ReadAhead:
         with self._lock:
             chunk = self._reads.pop((state, lo, hi), None)
         if chunk is not None and not chunk.current:
-            _drop(chunk)
+            _drop(chunk, chunk.slot)
             return None
         return chunk
 
@@ -150,14 +157,15 @@ class ReadAhead:
             chosen = set(wanted)
             dropped = [self._reads.pop(key) for key in [key for key in self._reads if key not in chosen]]
         for chunk in dropped:
-            _drop(chunk)
+            _drop(chunk, chunk.slot)
 
     def forget(self) -> None:
         """Drops everything and reads no more."""
         self.keep(())
 
 
-def _drop(chunk: ChunkRead) -> None:
-    with contextlib.suppress(Exception):
-        chunk.abandon()
-    chunk.slot.release()
+def _drop(chunk: ChunkRead | None, slot: Slot) -> None:
+    if chunk is not None:
+        with contextlib.suppress(Exception):
+            chunk.abandon()
+    slot.release()

@@ -20,7 +20,7 @@ from torch import nn
 import offload
 from offload.schedule.ahead import ChunkRead, ReadAhead
 from swap import FaultPlan
-from swap.errors import SwapIOError
+from swap.errors import BudgetError, SwapIOError
 from tests.engine.common import Case, Reference, decoder, running, token_batches
 
 BATCHES = token_batches(5)
@@ -321,3 +321,44 @@ def test_marks_of_a_plane_tell_every_write(tmp_path: Path) -> None:
         assert plane.mark() == second
         plane.free()
         assert plane.mark() != second
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(device="sim", parameters="nvme", gradients="host", optimizer="device", wide=True, staging=1 << 20),
+        Case(parameters="host", gradients="nvme", optimizer="host", wide=True, staging=1 << 20),
+    ],
+    ids=str,
+)
+def test_no_slot_and_no_device_memory_is_held_for_nothing(case: Case, tmp_path: Path) -> None:
+    """Chunks of which nothing is in a file, and those whose kernel would hold device memory through backward."""
+    with running(decoder(wide=True), case, tmp_path) as engine:
+        for ids in BATCHES:
+            backward(engine, ids)
+            assert read_early(engine) == 0
+            assert engine.memory().current["device"].get("step", 0) == 0
+            engine.step()
+        found = values(engine)
+    expected = in_memory()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_read_ahead_that_cannot_be_prepared_costs_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_arguments: Any, **_options: Any) -> None:
+        raise BudgetError("no room")
+
+    with running(decoder(wide=True), case_of(), tmp_path) as engine:
+        for number, ids in enumerate(BATCHES):
+            with monkeypatch.context() as patch:
+                if number == 2:
+                    patch.setattr("offload.schedule.ahead.ChunkRead.__init__", refused)
+                backward(engine, ids)
+                held = read_early(engine)
+            assert (held > 0) == (number not in (0, 2))
+            engine.step()
+        found = values(engine)
+        engine.synchronize()
+        assert given_back(engine)
+    expected = in_memory()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
