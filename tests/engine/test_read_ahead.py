@@ -346,9 +346,9 @@ def test_no_slot_and_no_device_memory_is_held_for_nothing(case: Case, tmp_path: 
 
 def test_a_read_ahead_that_cannot_be_prepared_costs_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_arguments: Any, **_options: Any) -> None:
-        raise BudgetError("no room")
+        raise BudgetError(tier="device", kind="step", requested=2, used=0, limit=1, what="a chunk")
 
-    with running(decoder(wide=True), case_of(), tmp_path) as engine:
+    with running(decoder(wide=True), case_of(schedule="barrier"), tmp_path) as engine:
         for number, ids in enumerate(BATCHES):
             with monkeypatch.context() as patch:
                 if number == 2:
