@@ -18,6 +18,7 @@ import contextlib
 import enum
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -190,6 +191,8 @@ class Residency:
         self.storages: dict[int, tuple[Unit, int]] = {}
         self._abandoned: list[Completion] = []
         self.buffers = Buffers(memory)
+        spare = weakref.WeakMethod(self._spare)
+        memory.spare = lambda: (found := spare()) is not None and found()
         self._loading: set[int] = set()
         self.closed = self.away = False
         self.updates: Updates | None = None
@@ -367,6 +370,15 @@ class Residency:
         """Lets go of something on the device that is there for speed only; False if there is nothing."""
         with self.lock:
             return self._make_room(None)
+
+    def _spare(self) -> bool:
+        # Gradients and the like need room while buffers wait. Who asks may be waited for by who has the lock.
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self.buffers.drop()
+        finally:
+            self.lock.release()
 
     def _make_room(self, unit: Unit | None) -> bool:
         dropped = self.buffers.drop() + self.drop_prefetched()

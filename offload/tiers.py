@@ -13,7 +13,8 @@ from torch import Tensor
 from offload.errors import OffloadError
 from offload.telemetry.trace import FROM_DEVICE, TO_DEVICE, WAIT, Spans
 from swap.budget import Budget, Reservation
-from swap.devices import Device, Event
+from swap.devices import Device, DeviceOutOfMemory, Event
+from swap.errors import BudgetError
 from swap.slabs import HostPool
 from swap.staging import Slot, StagingPool
 from swap.store import SwapStore
@@ -44,6 +45,8 @@ class TierMemory:
         self.device, self.budget = device, budget
         self.staging: StagingPool | None = None
         self.store: SwapStore | None = None
+        self.spare: Callable[[], bool] | None = None
+        """Lets go of device memory that waits for its next use; False if there is none. For any thread; never waits."""
         self.h2d_bytes = self.d2h_bytes = 0
         self.spans = Spans()
         self._pools: dict[str, HostPool] = {}
@@ -107,15 +110,23 @@ class TierMemory:
             BudgetError, DeviceOutOfMemory: memory.device has no room for it.
         """
         nbytes = numel * dtype.itemsize
-        reservation = self.budget.reserve("device", kind, nbytes, what=what)
         try:
-            buffer = self.device.empty(nbytes, what=what)
-        except BaseException:
-            reservation.release()
-            raise
+            buffer, reservation = self._device_bytes(nbytes, kind, what)
+        except (BudgetError, DeviceOutOfMemory):
+            if self.spare is None or not self.spare():
+                raise
+            buffer, reservation = self._device_bytes(nbytes, kind, what)
         # A Storage's Python object lives as long as the Storage itself, so this runs when the last view of it dies.
         weakref.finalize(buffer.untyped_storage(), _release, reservation)
         return buffer.view(dtype)
+
+    def _device_bytes(self, nbytes: int, kind: str, what: str) -> tuple[Tensor, Reservation]:
+        reservation = self.budget.reserve("device", kind, nbytes, what=what)
+        try:
+            return self.device.empty(nbytes, what=what), reservation
+        except BaseException:
+            reservation.release()
+            raise
 
     def copy_in(self, dst: Tensor, src: Tensor, *, after: Sequence[Event] = ()) -> Event:
         """The device's `copy_in`, counted. The caller keeps both tensors until the event is done."""

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from offload.buffers import Buffers, Loaded
 from offload.layout import Slot
+from offload.planes import Loader
+from offload.residency import Residency
 from offload.tiers import TierMemory
 from swap.budget import Budget
 from swap.devices import create_device
+from swap.errors import BudgetError
 from tests.engine.binding_models import WIDTH, Pair, Stack, inputs, paired, square
-from tests.engine.common import placed
+from tests.engine.common import Case, Reference, decoder, placed, running, token_batches
 
 SLOTS = [
     Slot(name="a", shape=(3, 4), offset=0, numel=12, trainable=True),
@@ -232,6 +235,38 @@ def test_a_unit_that_must_wait_for_room_gets_that_of_a_buffer_that_waits(swap_fo
     block = 4 * 4096
     with paired(Stack(4), placed("cpu", "nvme"), swap_folder, memory={"device": 2 * block}) as pair:
         pair.train(square(inputs()), steps=3)
+
+
+def test_gradients_on_the_device_get_the_room_of_buffers_that_wait(swap_folder: Path) -> None:
+    """A budget of what is planned: gradients arrive while buffers wait."""
+    case, ids = Case(parameters="nvme", gradients="device", optimizer="nvme"), token_batches(3)
+    with running(decoder(), case, swap_folder) as engine:
+        planned = sum(engine.memory().planned["device"].values())
+    with running(decoder(), case, swap_folder, memory={"device": planned}) as engine:
+        twin = Reference(decoder())
+        for batch in ids:
+            engine.backward(engine(batch, labels=batch).loss)
+            twin.backward(twin.model(batch, labels=batch).loss)
+            engine.step()
+            twin.step()
+        for name, value in engine.named_full_parameters():
+            assert torch.equal(value, twin.parameters[name].detach()), name
+
+
+def test_what_waits_is_let_go_of_for_any_other_memory_of_the_device(memory: TierMemory) -> None:
+    residency = Residency(memory, [], Loader(memory), 0)
+    loaded = residency.buffers.take(residency.buffers.layout(1 << 17, torch.float32, SLOTS), "one")
+    residency.buffers.give_back(loaded)
+    del loaded
+    assert used(memory) == 1 << 19
+    other = memory.on_device(1 << 17, torch.uint8, "gradients")
+    assert used(memory) == (1 << 19) + (1 << 17)
+    more = memory.on_device(7 << 17, torch.uint8, "gradients")
+    assert used(memory) == other.nbytes + more.nbytes and residency.buffers.idle_bytes == 0
+    with pytest.raises(BudgetError):
+        memory.on_device(1, torch.uint8, "gradients")
+    del other, more
+    residency.loader.close()
 
 
 @pytest.mark.parametrize("kept", [False, True])
