@@ -266,6 +266,10 @@ def test_what_waits_is_let_go_of_for_any_other_memory_of_the_device(memory: Tier
     with pytest.raises(BudgetError):
         memory.on_device(1, torch.uint8, "gradients")
     del other, more
+    residency.buffers.give_back(residency.buffers.take(residency.buffers.layout(4096, torch.float32, SLOTS), "two"))
+    assert residency.buffers.idle_bytes > 0
+    residency.drop_prefetched()
+    assert used(memory) == 0
     residency.loader.close()
 
 
