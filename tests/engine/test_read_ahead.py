@@ -362,16 +362,3 @@ def test_a_read_ahead_that_cannot_be_prepared_costs_no_slot(tmp_path: Path, monk
         assert given_back(engine)
     expected = in_memory()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("staging", [192 << 10, 1 << 20])
-def test_an_update_reads_nothing_that_the_last_one_still_writes(staging: int, tmp_path: Path) -> None:
-    """Writes that outlast the pass between two steps."""
-    faults = FaultPlan(seed=2).delay(0.03, operation="write")
-    with running(decoder(wide=True), case_of(staging=staging), tmp_path, faults=faults) as engine:
-        for ids in BATCHES:
-            backward(engine, ids)
-            engine.step()
-        found = values(engine)
-    expected = in_memory()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
