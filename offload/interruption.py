@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -14,6 +15,9 @@ FORCE_AFTER_SECONDS = 0.5
 """Signals closer together than this are one request: a terminal and a supervisor may both send one."""
 LAUNCHED_SECONDS = 10.0
 """The same under a launcher, which passes on what it gets, and sends SIGTERM to all ranks once one has ended."""
+
+_AGAIN_SECONDS = 0.005
+_FINALIZE = weakref.finalize.__call__.__code__
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVING = (signal.SIGTERM, signal.SIGUSR1)
@@ -38,9 +42,9 @@ class Interruption:
     """Context that remembers the first signal of `SIGNALS`, and ends the process on a second one, `apart` seconds later
     or more.
 
-    Within `raising` the first one raises `Interrupted`; within `polling` too, those of `SAVING` wait for `check`. An
-    exception raised by a signal handler is lost when the interpreter happens to run a finalizer, so long loops call
-    `check` as well.
+    Within `raising` the first one raises `Interrupted`; within `polling` too, those of `SAVING` wait for `check`. Where
+    the interpreter happens to run a finalizer, an exception would be printed and lost: it is raised a little later
+    then. Long loops call `check` as well.
     Outside the main thread, where handlers cannot be installed, the context does nothing.
     """
 
@@ -48,6 +52,7 @@ class Interruption:
         self.signum: int | None = None
         self._apart = apart
         self._raising = self._polling = self._deferring = self._whole = False
+        self._postponed = False  # the first signal came in a finalizer
         self._at = 0.0
         self._previous: dict[int, object] = {}
 
@@ -113,12 +118,32 @@ class Interruption:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.signum is not None:
+        if self.signum is None:
+            self.signum, self._at = signum, now
+        elif not self._postponed:
             if now - self._at >= self._apart:
                 # Swap files have no name in a directory, and a checkpoint without a manifest is none, so even this
                 # leaves nothing that could be mistaken for something else.
                 os._exit(128 + signum)
             return
-        self.signum, self._at = signum, now
-        if self._raises(signum):
-            raise Interrupted(signum)
+        raises = self._raises(self.signum)
+        self._postponed = raises and _in_finalizer(frame)
+        if self._postponed:
+            again = threading.Timer(_AGAIN_SECONDS, self._ask_again)
+            again.daemon = True
+            again.start()
+        elif raises:
+            raise Interrupted(self.signum)
+
+    def _ask_again(self) -> None:
+        if self._postponed and self._previous and self.signum is not None:
+            os.kill(os.getpid(), self.signum)
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """Whether the interpreter drops what is raised in `frame`."""
+    while frame is not None:
+        if frame.f_code is _FINALIZE or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False

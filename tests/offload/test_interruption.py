@@ -8,6 +8,8 @@ import json
 import signal
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,37 @@ def test_a_signal_raises_within_raising(signum: int) -> None:
     assert caught.value.signum == signum and caught.value.name == signal.Signals(signum).name
     assert not isinstance(caught.value, Exception)
     assert signal.getsignal(signum) == before
+
+
+class _Dying:
+    """Gets a signal while it is finalized, where the interpreter drops what is raised."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.signum)
+
+
+@pytest.mark.parametrize("how", ["weakref", "__del__"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_finalizer_is_raised_after_it(signum: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    with Interruption() as interruption, pytest.raises(Interrupted) as caught, interruption.raising():
+        if how == "weakref":
+            lost = threading.Event()  # anything that can be referred to weakly
+            weakref.finalize(lost, signal.raise_signal, signum)
+            del lost
+        else:
+            _Dying(signum)
+        time.sleep(20)  # ended by the signal
+        pytest.fail("the signal was lost")
+    assert caught.value.signum == signum and not dropped
+    with Interruption() as interruption, interruption.raising():
+        _Dying(signum)  # the context ends before the signal comes again
+    time.sleep(0.02)
+    assert interruption.signum == signum and not dropped
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
