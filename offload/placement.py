@@ -25,9 +25,10 @@ from swap.geometry import PAGE, format_bytes
 KINDS = ("parameters", "optimizer", "gradients")
 MAX_CHUNK = 1 << 20
 MAX_STAGING_SLOTS = 4
-AHEAD_BYTES = 128 << 20
-AHEAD_SLOTS = 16
-"""Staging, where states rest in swap files: so much of them can be read before their step."""
+AHEAD_BYTES, AHEAD_SLOTS, AHEAD_FROM = 128 << 20, 16, 1 << 20
+"""Staging, where states rest in swap files: at most so many bytes and slots of them can be read before their step, if a
+slot has so many bytes; smaller ones are read in no time.
+"""
 STEP_SLOTS = 3
 """Chunks that an optimizer step on the device has there at once: one at work, two read ahead."""
 
@@ -131,7 +132,8 @@ def plan_chunks(
 
     # Automatic sizes: four chunks in flight, or more where reads ahead gain by it, within an eighth of the host budget,
     # so that small budgets keep room for planes.
-    ahead = min(AHEAD_BYTES, min(AHEAD_SLOTS, -(-in_files // most)) * slot(most))
+    slots = min(AHEAD_SLOTS, -(-in_files // most)) if slot(most) >= AHEAD_FROM else 0
+    ahead = min(AHEAD_BYTES, slots * slot(most))
     room = (
         staging
         if staging is not None

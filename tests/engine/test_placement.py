@@ -236,6 +236,7 @@ def test_small_staging_names_the_minimum() -> None:
         (40, 16, "nvme", AMPLE, 16),
         (40, 256, "nvme", AMPLE, 6),  # 128 MiB
         (40, 16, "nvme", 16 * MIB, 4),  # an eighth of the host budget: four smaller chunks
+        (40, 4, "nvme", AMPLE, 4),  # small chunks
         (40, 16, "auto", AMPLE, 4),
         (40, 16, "host", AMPLE, 4),
     ],

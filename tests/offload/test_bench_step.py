@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from offload.bench import step
 from offload.cli import main
 from offload.planner.floors import Rates
+from offload.state import staging_bytes_per_chunk
+from optimizer_cpu.formats import get_format
 
 KEYS = {
     "name",
@@ -87,11 +90,14 @@ def test_floors_follow_from_rates_and_bytes(tmp_path: Path, monkeypatch: pytest.
     rows = {r["name"]: r for r in measured(tmp_path, monkeypatch, micro_batches=(1,))["results"]}
     parameters = 438_081_024
     assert rows["plain 1x"]["floor_seconds"] == pytest.approx(1.2 + 40 * parameters / 10e9)
-    # compact states: 3.125 bytes read and written, all of it beside forward, which takes less
-    read = written = 3.125 * parameters
+    # compact states: 3.125 bytes read and written beside forward, which takes less, but for what is read in backward:
+    # as many chunks of the first units as 128 MiB of staging have slots, less two
+    slot = staging_bytes_per_chunk(get_format("compact"), [torch.bfloat16], torch.float32, 1 << 20)
+    read = 3.125 * parameters - ((128 << 20) // slot - 2) * slot
+    written = 3.125 * parameters
     disk = max(read / 2e9, written / 1e9) + 0.5 * min(read / 2e9, written / 1e9)
     assert rows["offload (a) 1x"]["schedule"] == "deferred"
-    assert rows["offload (a) 1x"]["floor_seconds"] == pytest.approx(0.8 + disk, rel=0.01)
+    assert rows["offload (a) 1x"]["floor_seconds"] == pytest.approx(0.8 + disk, rel=0.003)
     assert rows["offload (a) 1x"]["binding"] == "disk"
 
 
