@@ -16,19 +16,12 @@ from typing import Any
 
 import pytest
 
+from tests import programs
+
 PRELOAD = [
     "pytest",
-    "torch._dynamo",
-    "torch.distributed",
-    "offload.cli.main",
-    "offload.cli.train",
-    "offload.train",
-    "offload.engine",
-    "offload.checkpoint.run",
+    *programs.PRELOAD,
     "offload.parallel.cluster",
-    "offload.planner.plan",
-    "swap.engines.threads",
-    "tests.engine.common",
     "tests.ranks.harness",
     "tests.forked",
 ]
