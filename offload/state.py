@@ -443,10 +443,10 @@ class ChunkJob:
         """Starts to read what the kernel needs into a staging slot, which is the job's from now on; or takes what has
         been read ahead and reads the rest.
         """
-        if self._first:  # writes that begin later are of this very step, of chunks that no other one reads
-            self.state.wait_written()
         read = source if isinstance(source, ChunkRead) else ChunkRead(self.state, self.lo, self.hi, source)
         self._read = read
+        if self._first:  # writes that begin later are of this very step, of chunks that no other one reads
+            self.state.wait_written()
         self._gradients = self._taken.operands(self.lo, self.hi, read.carver, on_device=self.state.on_device)
         read.fetch(weight=not self.weight_follows)
         self._gradients.fetch()
