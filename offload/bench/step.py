@@ -67,6 +67,13 @@ class Contender:
         """The steps that count, of all rounds."""
         return [step for run in self.found for step in _settled(run)]
 
+    def disk_bytes(self, verb: str) -> float:
+        """Bytes of a step that went from ("read") or to ("write") the disk, medians of processes or of their steps."""
+        key = f"disk_{verb}_bytes"
+        return statistics.median(
+            value for run in self.found for value in ([run[key]] if key in run else [s[key] for s in _settled(run)])
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -349,12 +356,8 @@ def _results(rows: Sequence[Contender], model: str, rates: Rates) -> list[Result
             }
     found = []
     for row in rows:
-        steps = row.steps()
         seconds = statistics.median(statistics.median(s["seconds"] for s in _settled(run)) for run in row.found)
-        disk = (
-            statistics.median(step["disk_read_bytes"] for step in steps),
-            statistics.median(step["disk_write_bytes"] for step in steps),
-        )
+        disk = row.disk_bytes("read"), row.disk_bytes("write")
         floor, schedule = floor_of_row(row, model, plain[row.micro_batches], rates, disk)
         found.append(
             Result(

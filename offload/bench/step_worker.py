@@ -1,8 +1,8 @@
 """One configuration of `offload bench step` in a process of its own: `python -m offload.bench.step_worker SPEC`.
 
 SPEC is a JSON object; the last line on stdout is another: seconds of each step (also of its forwards and backwards,
-where the step is ours to take apart), bytes of disk per step, peak resident memory. Peers run here too, under any
-Python that has them: of this package only the small reference model is imported then.
+where the step is ours to take apart), bytes of disk per step (our own: of all steps on average), peak resident memory.
+Peers run here too, under any Python that has them: of this package only the small reference model is imported then.
 """
 
 from __future__ import annotations
@@ -76,22 +76,25 @@ def _ours(spec: Mapping[str, Any]) -> Built:
     with offload.empty_init():
         model = Llama(presets[spec["model"]])
     engine = offload.initialize(model, spec["config"])
-    seen = engine.counters()
+    before = engine.counters()
 
     def step(batches: Batches) -> dict[str, float]:
-        nonlocal seen
         result = engine.train_batch([{"input_ids": ids, "labels": ids} for ids in batches])
-        before, seen = seen, engine.counters()
-        return {
-            "loss": float(result.loss or 0.0),
-            "disk_read_bytes": seen["nvme_read_bytes"] - before["nvme_read_bytes"],
-            "disk_write_bytes": seen["nvme_write_bytes"] - before["nvme_write_bytes"],
-        }
+        return {"loss": float(result.loss or 0.0)}
 
     def close() -> dict[str, Any]:
         memory, text = engine.memory().to_dict(), engine.describe()
+        # Updates and their writes reach into the step after their own, so that only all steps together have exact
+        # bytes: those of what is at rest in the end.
+        engine.synchronize()
+        moved = {key: engine.counters()[key] - before[key] for key in ("nvme_read_bytes", "nvme_write_bytes")}
         engine.close()
-        return {"memory": memory, "description": text}
+        return {
+            "memory": memory,
+            "description": text,
+            "disk_read_bytes": moved["nvme_read_bytes"] / spec["steps"],
+            "disk_write_bytes": moved["nvme_write_bytes"] / spec["steps"],
+        }
 
     return step, close
 

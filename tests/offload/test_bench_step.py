@@ -53,7 +53,10 @@ def test_two_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert row.keys() >= KEYS and all(row[key] > 0 for key in ("step_seconds", "peak_rss_bytes", "floor_seconds"))
         assert row["achieved_over_floor"] == pytest.approx(row["floor_seconds"] / row["step_seconds"])
     states = 3.125 * 19_536_384
-    assert ours["disk_write_bytes"] == pytest.approx(states, rel=0.02) and ours["schedule"] in ("deferred", "barrier")
+    # exact however slow the disk is: an update's bytes count even if they move when its step has ended
+    for key in ("disk_read_bytes", "disk_write_bytes"):
+        assert ours[key] == pytest.approx(states, rel=0.02)
+    assert ours["schedule"] in ("deferred", "barrier")
     assert plain["times_plain"] == 1 and plain["disk_write_bytes"] < states / 10
     assert list(tmp_path.iterdir()) == []
 
