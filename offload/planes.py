@@ -29,6 +29,7 @@ from swap.devices import Device, Event
 from swap.engines.protocol import Priority
 from swap.extents import Extent
 from swap.geometry import PAGE
+from swap.pieces import Region
 from swap.staging import Slot
 from swap.store import SwapStore
 from swap.tickets import Ticket
@@ -134,7 +135,7 @@ class Plane:
         assert self.tensor is not None
         return self.tensor[self._slice(lo, hi)]
 
-    def submit_read(self, lo: int, hi: int, out: Tensor) -> Ticket:
+    def submit_read(self, lo: int, hi: int, out: Tensor | Region) -> Ticket:
         """Starts reading `[lo, hi)` of an nvme plane into host memory; bounds are multiples of the granule (or the
         end).
         """
@@ -143,7 +144,7 @@ class Plane:
         priority = Priority.WEIGHT_READ if self.spec.name == "weight" else Priority.STATE_READ
         return self.store.read(self.extent, out, offset=offset, priority=priority)
 
-    def submit_write(self, lo: int, hi: int, source: Tensor) -> Ticket:
+    def submit_write(self, lo: int, hi: int, source: Tensor | Region) -> Ticket:
         """Starts writing host memory to `[lo, hi)` of an nvme plane."""
         assert self.extent is not None
         offset = self._slice(lo, hi).start * self.spec.dtype.itemsize
@@ -198,9 +199,14 @@ class Carver:
         self.slot, self._next = slot, 0
 
     def take(self, entries: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of so many `entries`."""
+        return self.take_region(entries, dtype).tensor
+
+    def take_region(self, entries: int, dtype: torch.dtype) -> Region:
+        """The same as the store likes it best."""
         nbytes = entries * dtype.itemsize
         start, self._next = self._next, self._next + -(-nbytes // PAGE) * PAGE
-        return self.slot.tensor[start : start + nbytes].view(dtype)
+        return self.slot.part(start, nbytes, dtype)
 
 
 class Operand:
@@ -218,6 +224,7 @@ class Operand:
         self._memory = plane.memory
         self._pending: Completion | None = None
         self._staged: Tensor | None = None
+        self._region: Region | None = None
         self._crosses = False  # between staging on the host and the kernel's memory on the device
         entries, dtype = plane.entries(lo, hi), plane.spec.dtype
         at_home = plane.tier is Tier.DEVICE if on_device else plane.on_host
@@ -227,7 +234,8 @@ class Operand:
         if plane.tier is Tier.HOST:
             self._staged = plane.view(lo, hi)
         else:
-            self._staged = carver.take(entries, dtype)
+            self._region = carver.take_region(entries, dtype)
+            self._staged = self._region.tensor
         self._crosses = on_device and not device.aliases_host
         if self._crosses:
             self.tensor = plane.memory.on_device(entries, dtype, "step", f"{plane.what} in the optimizer step")
@@ -255,7 +263,7 @@ class Operand:
         if self._staged is None:
             return
         if self.plane.tier is Tier.NVME:
-            self._pending = self.plane.submit_read(self.lo, self.hi, self._staged)
+            self._pending = self.plane.submit_read(self.lo, self.hi, self._region or self._staged)
         elif self.plane.tier is Tier.DEVICE:
             self._pending = self._memory.copy_out(self._staged, self.plane.view(self.lo, self.hi))
 
@@ -275,7 +283,7 @@ class Operand:
         if self._crosses:
             self._memory.copy_out(self._staged, self.tensor).wait()
         if self.plane.tier is Tier.NVME:
-            return self.plane.submit_write(self.lo, self.hi, self._staged)
+            return self.plane.submit_write(self.lo, self.hi, self._region or self._staged)
         if self.plane.tier is Tier.DEVICE:
             return self._memory.copy_in(self.plane.view(self.lo, self.hi), self._staged)
         return None

@@ -16,18 +16,25 @@ from swap.budget import Budget
 from swap.deferred import DeferredLock
 from swap.errors import SwapError
 from swap.geometry import PAGE, align_up, format_bytes
+from swap.pieces import Region
 from swap.slabs import HostPool, Registrar
 
 _POISON = 0xFF
+_PARTS = 64
+"""Most parts of a slot that are kept for whoever has it next."""
+
+Parts = dict[tuple[int, int, torch.dtype], Region]
 
 
 class Slot:
     """A counted right to use one staging slot until ``release`` (idempotent; also on leaving ``with`` or when lost)."""
 
-    __slots__ = ("_live", "_pool", "_tensor", "index")
+    __slots__ = ("_live", "_parts", "_pool", "_tensor", "index")
 
-    def __init__(self, pool: StagingPool, index: int, tensor: torch.Tensor) -> None:
+    def __init__(self, pool: StagingPool, index: int, tensor: torch.Tensor, parts: Parts) -> None:
+        """``parts``: what earlier users of the same memory made of it; not for a slot that outlives its pool."""
         self._pool = pool
+        self._parts = parts
         self._tensor: torch.Tensor | None = tensor
         self._live = [True]
         self.index = index
@@ -40,12 +47,24 @@ class Slot:
             raise SwapError(f"staging slot {self.index} was read after its release")
         return tensor
 
+    def part(self, start: int, nbytes: int, dtype: torch.dtype) -> Region:
+        """The slot's bytes ``[start, start + nbytes)`` as a 1-D tensor of ``dtype``; SwapError after ``release``."""
+        key = start, nbytes, dtype
+        region = self._parts.get(key)
+        if region is None or self._tensor is None:
+            region = Region(self.tensor[start : start + nbytes].view(dtype))
+            if len(self._parts) >= _PARTS:
+                self._parts.clear()
+            self._parts[key] = region
+        return region
+
     def release(self) -> None:
         try:
             self._live.pop()
         except IndexError:
             return
         self._tensor = None
+        self._parts = {}
         self._pool._give_back(self.index)
 
     def __enter__(self) -> Slot:
@@ -94,6 +113,10 @@ class StagingPool:
         self._region: torch.Tensor | None = self._memory.take(
             count * stride, what="swap.staging", populate=True
         )
+        region = self.memory
+        self._slots: list[tuple[torch.Tensor, Parts]] = [
+            (region[start : start + slot_bytes], {}) for start in range(0, count * stride, stride)
+        ]
         self._free: deque[int] = deque(range(count))
         self._waiters: deque[SimpleQueue[int | None]] = deque()
         self._in_use = 0
@@ -173,6 +196,7 @@ class StagingPool:
             while self._waiters:
                 self._waiters.popleft().put(None)
             self._region = None
+            self._slots = []
         self._memory.close()
 
     def __enter__(self) -> StagingPool:
@@ -196,13 +220,12 @@ class StagingPool:
         self._in_use_peak = max(self._in_use_peak, self._in_use)
 
     def _slot(self, index: int) -> Slot:
-        region = self._region
-        if region is None:
+        if not self._slots:
             raise SwapError("the staging pool is closed")
-        tensor = region[index * self._stride : index * self._stride + self.slot_bytes]
+        tensor, parts = self._slots[index]
         if self._poison:
             tensor.fill_(_POISON)
-        return Slot(self, index, tensor)
+        return Slot(self, index, tensor, parts)
 
     def _give_back(self, index: int) -> None:
         region = self._region

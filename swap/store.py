@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from swap.extents import Extent
 from swap.faults import FaultPlan
 from swap.files import SwapFile, check_path, open_swap_file
 from swap.geometry import PAGE, align_up
+from swap.pieces import Cutter, Piece, Region, bytes_of_buffer, bytes_to_sum, read_last_page_whole
 from swap.promises import Promise
 from swap.space import SwapSpace
 from swap.stats import SwapStats
@@ -207,7 +207,7 @@ class SwapStore:
     def read(
         self,
         extent: Extent,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor | Region,
         *,
         offset: int = 0,
         nbytes: int | None = None,
@@ -215,7 +215,7 @@ class SwapStore:
     ) -> Ticket:
         """Start reading bytes ``[offset, offset + nbytes)`` of ``extent`` into the start of ``buffer``.
 
-        ``buffer`` is a contiguous CPU tensor of any dtype; ``nbytes`` defaults to all of it; ``offset`` is a
+        ``buffer`` is a contiguous CPU tensor of any dtype, or a region; ``nbytes`` defaults to all of it; ``offset`` is a
         multiple of 4096. Exactly ``nbytes`` of the buffer are written. Lower ``priority`` is served first. Direct
         transfers want a page-aligned buffer and whole pages; anything else is right too, but copied once more.
         ValueError for a range outside the extent or an unfit buffer.
@@ -225,7 +225,7 @@ class SwapStore:
     def write(
         self,
         extent: Extent,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor | Region,
         *,
         offset: int = 0,
         nbytes: int | None = None,
@@ -326,6 +326,7 @@ class _Core:
         self._live: dict[Extent, _Holding] = {}
         self._engine: Engine | None = None
         self._bounce: BouncePool | None = None
+        self._cutter = Cutter((), block, ())
         self._error_lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -365,6 +366,7 @@ class _Core:
         )
         for file in self.files:
             self._engine.add_file(file)
+        self._cutter = Cutter(self.files, self.block, [self._engine.splits(file) for file in self.files])
         self.engine_name = self._engine.name
 
     def check_usable(self) -> None:
@@ -424,10 +426,17 @@ class _Core:
         holding.release()
 
     def start(
-        self, extent: Extent, buffer: torch.Tensor, offset: int, nbytes: int | None, priority: int, *, write: bool
+        self,
+        extent: Extent,
+        buffer: torch.Tensor | Region,
+        offset: int,
+        nbytes: int | None,
+        priority: int,
+        *,
+        write: bool,
     ) -> Ticket:
         self.check_usable()
-        available = _check_buffer(buffer, extent)
+        available = bytes_of_buffer(buffer, extent.label)
         nbytes = available if nbytes is None else nbytes
         holding = self._live.get(extent)
         if holding is None:
@@ -440,13 +449,13 @@ class _Core:
             raise ValueError(
                 f"extent {extent.label!r}: bytes {offset} to {offset + nbytes} are beyond its {extent.nbytes} bytes"
             )
-        pieces = self._split(extent, buffer, offset, nbytes, write)
+        pieces = self._cutter.cut(extent, buffer, offset, nbytes, write=write)
         sums = holding.sums
         if sums is not None and nbytes:
             if write:
-                sums.record(offset, _bytes_of(buffer, _start_of(buffer), nbytes))
+                sums.record(offset, bytes_to_sum(buffer, nbytes))
             else:
-                _read_last_page_whole(pieces, sums)
+                read_last_page_whole(pieces, sums)
         ticket = Ticket(len(pieces), buffer)
         origin = None if self.observer is None else (extent.label, time.perf_counter_ns())
         for piece in pieces:
@@ -475,45 +484,6 @@ class _Core:
             raise fresh(self.error)
         self._engine.submit(request)
 
-    def _split(
-        self, extent: Extent, buffer: torch.Tensor, offset: int, nbytes: int, write: bool
-    ) -> list[_Piece]:
-        """The requests of a transfer: cut at segments, blocks, and the last whole page."""
-        padded = align_up(nbytes, PAGE)
-        base = buffer.data_ptr()
-        if padded == nbytes:
-            view = _all_bytes_of(buffer)[:nbytes]
-        else:
-            # Writing may read on to the page's end in the buffer's own storage. Reading must not touch those bytes.
-            start = _start_of(buffer)
-            roomy = write and buffer.untyped_storage().nbytes() - start >= padded
-            view = _bytes_of(buffer, start, padded if roomy else nbytes)
-        aligned = base % PAGE == 0
-        pieces: list[_Piece] = []
-        done = 0
-        for segment in extent.slices(offset, padded):
-            direct = self.files[segment.path].direct
-            end = done + segment.nbytes
-            position = segment.offset
-            # An engine that cuts requests itself gets them whole: one submission and one completion.
-            most = segment.nbytes if aligned and self._splits(segment.path) else self.block
-            while done < end:
-                size = min(most, end - done)
-                part = view[done : done + size]
-                whole = part.nbytes // PAGE * PAGE
-                inside = offset + done
-                if not direct or (aligned and whole == part.nbytes):
-                    pieces.append(_Piece(segment.path, position, inside, part, False, base + done))
-                elif aligned:
-                    if whole:
-                        pieces.append(_Piece(segment.path, position, inside, part[:whole], False, base + done))
-                    pieces.append(_Piece(segment.path, position + whole, inside + whole, part[whole:], True))
-                else:
-                    pieces.append(_Piece(segment.path, position, inside, part, True))
-                done += size
-                position += size
-        return pieces
-
     def register(self, address: int, nbytes: int) -> None:
         if self._engine is not None and nbytes:
             self._engine.register(address, nbytes)
@@ -521,9 +491,6 @@ class _Core:
     def unregister(self, address: int) -> None:
         if self._engine is not None and not self.closed:
             self._engine.unregister(address)
-
-    def _splits(self, path: int) -> bool:
-        return self._engine is not None and self._engine.splits(self.files[path])
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error and end what is queued with it."""
@@ -569,37 +536,6 @@ class _Holding:
             reservation.release()
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
-    """One request: ``view`` and ``position`` in the file of ``path``, ``inside`` of the extent.
-
-    ``target``: the memory that gets the first bytes of ``view`` when they have been read and found good.
-    """
-
-    path: int
-    position: int
-    inside: int
-    view: memoryview
-    bounce: bool
-    address: int = 0
-    target: memoryview | None = None
-
-
-def _read_last_page_whole(pieces: list[_Piece], sums: PageChecksums) -> None:
-    """Where a read ends within what was written of a page, read all of that, or it could not be verified."""
-    last = pieces[-1]
-    whole = last.view.nbytes // PAGE * PAGE
-    if last.view.nbytes == whole or sums.length(last.inside + whole) <= last.view.nbytes - whole:
-        return
-    scratch = memoryview(mmap.mmap(-1, PAGE))
-    tail = _Piece(last.path, last.position + whole, last.inside + whole, scratch, False, 0, last.view[whole:])
-    if whole:
-        last.view = last.view[:whole]
-        pieces.append(tail)
-    else:
-        pieces[-1] = tail
-
-
 _NO_BYTES = memoryview(b"")
 
 
@@ -612,7 +548,7 @@ class _Completion:
         self,
         core: _Core,
         ticket: Ticket,
-        piece: _Piece,
+        piece: Piece,
         sums: PageChecksums | None,
         origin: tuple[str, int] | None = None,
     ) -> None:
@@ -661,36 +597,3 @@ class _Completion:
         if piece.target is not None:
             piece.target[:] = request.view[: piece.target.nbytes]
         return None
-
-
-def _start_of(buffer: torch.Tensor) -> int:
-    """Bytes from the start of the buffer's storage to its first element."""
-    return int(buffer.storage_offset()) * buffer.element_size()
-
-
-def _check_buffer(buffer: torch.Tensor, extent: Extent) -> int:
-    """Bytes of ``buffer``; ValueError if its memory cannot be transferred as it lies."""
-    problem = ""
-    if buffer.device.type != "cpu":
-        problem = f"is on {buffer.device}, not in host memory"
-    elif buffer.layout != torch.strided or not buffer.is_contiguous():
-        problem = "is not contiguous"
-    elif buffer.is_conj() or buffer.is_neg():
-        problem = "is a lazy conjugate or negative view"
-    if problem:
-        shape = tuple(buffer.shape)
-        raise ValueError(f"extent {extent.label!r}: the buffer of shape {shape} and dtype {buffer.dtype} {problem}")
-    return buffer.numel() * buffer.element_size()
-
-
-def _all_bytes_of(buffer: torch.Tensor) -> memoryview:
-    """The bytes of the buffer; the view keeps its storage alive. The fast way, for requests of whole pages."""
-    flat = buffer if buffer.dim() == 1 and not buffer.requires_grad else buffer.detach().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
-
-
-def _bytes_of(buffer: torch.Tensor, start: int, nbytes: int) -> memoryview:
-    """The bytes ``[start, start + nbytes)`` of the buffer's storage; the view keeps the storage alive."""
-    # Explicitly on the CPU: the caller may have made another device the default.
-    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(buffer.untyped_storage(), start, (nbytes,), (1,))
-    return flat.numpy().data

@@ -15,23 +15,24 @@ _log = logging.getLogger(__name__)
 class Ticket:
     """Completion of ``parts`` requests. It keeps ``buffer`` alive until all of them have ended."""
 
-    __slots__ = ("_buffer", "_callbacks", "_error", "_event", "_lock", "_parts")
+    __slots__ = ("_buffer", "_callbacks", "_done", "_error", "_lock", "_parts", "_sleepers")
 
     def __init__(self, parts: int, buffer: object = None) -> None:
         self._parts = parts
-        self._buffer = buffer
+        self._buffer = buffer if parts else None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Ticket], None]] = []
         self._lock = threading.Lock()
-        self._event = threading.Event()
-        if parts == 0:
-            self._buffer = None
-            self._event.set()
+        self._done = parts == 0
+        # Made by the first who has to sleep: there are very many tickets, and most are done when somebody asks.
+        self._sleepers: threading.Event | None = None
 
     @classmethod
     def gather(cls, tickets: Iterable[Ticket]) -> Ticket:
         """One ticket for many: done when all are, failed with the first error among them. Empty: done."""
         members = list(tickets)
+        if len(members) == 1:
+            return members[0]
         combined = cls(len(members))
         for member in members:
             member.add_done_callback(lambda ticket: combined.finish_part(ticket._error))
@@ -39,7 +40,7 @@ class Ticket:
 
     def done(self) -> bool:
         """Whether all requests have ended, well or not."""
-        return self._event.is_set()
+        return self._done
 
     @property
     def error(self) -> BaseException | None:
@@ -48,15 +49,22 @@ class Ticket:
 
     def wait(self, timeout: float | None = None) -> None:
         """Sleep until done; raise the first error, at every call. TimeoutError after ``timeout`` seconds."""
-        if not self._event.wait(timeout):
+        if not self._done and not self._sleep(timeout):
             raise TimeoutError(f"swap I/O was not done after {timeout} s")
         if self._error is not None:
             raise fresh(self._error)
 
+    def _sleep(self, timeout: float | None) -> bool:
+        with self._lock:
+            if self._done:
+                return True
+            sleepers = self._sleepers = self._sleepers or threading.Event()
+        return sleepers.wait(timeout)
+
     def add_done_callback(self, function: Callable[[Ticket], None]) -> None:
         """Call ``function(ticket)`` when done: from an I/O thread, or at once if it is done. It must not block."""
         with self._lock:
-            if not self._event.is_set():
+            if not self._done:
                 self._callbacks.append(function)
                 return
         function(self)
@@ -74,7 +82,10 @@ class Ticket:
         self._buffer = None
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
-            self._event.set()
+            self._done = True
+            sleepers = self._sleepers
+        if sleepers is not None:
+            sleepers.set()
         for function in callbacks:
             try:
                 function(self)
