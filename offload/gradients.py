@@ -58,6 +58,9 @@ class Place(_Key):
     GATHERING = "on the host, while its unit's gradients arrive"
 
 
+Where = tuple[Held, Place]
+"""Names a plane of one flat's gradients."""
+
 _GATHERED_AT_ONCE = 1
 """Units whose gathered gradients may still be on their way to the disk when another unit begins to gather."""
 
@@ -104,7 +107,7 @@ class FlatGradients:
         self.raw_spec = PlaneSpec(name="grad", dtype=dtype or flat.dtype)
         self.sum_spec = PlaneSpec(name="grad", dtype=accumulate)
         self._entries = {slot.name: _Entry(slot) for slot in self.flat.slots if slot.trainable}
-        self._planes: dict[tuple[Held, Place], Plane] = {}
+        self._planes: dict[Where, Plane] = {}
         self._taken = False
         self._late: list[_Entry] = []
 
@@ -411,19 +414,6 @@ class FlatGradients:
         for entry in entries:
             entry.held, entry.partials, entry.gathering = Held.NOTHING, None, False
 
-    def _chunk_planes(
-        self, held: Mapping[str, tuple[Held, Place]], lo: int, hi: int
-    ) -> Iterator[tuple[Held, Place, int, int]]:
-        """The (kind, place, lo, hi) that hold gradients within `[lo, hi)`."""
-        wanted: set[tuple[Held, Place]] = set()
-        for name, where in held.items():
-            slot = self._entries[name].slot
-            if slot.numel and slot.offset < hi and lo < slot.end:
-                wanted.add(where)
-        for kind, place in sorted(wanted, key=lambda item: (item[0].name, item[1].name)):
-            start, stop = self._span(place)
-            yield kind, place, max(lo, start), min(hi, stop)
-
     def fill(self, out: Tensor, queue: SlotQueue, *, origin: int = 0) -> None:
         """Copies all that is held to `out`, memory for the flat's elements from `origin` on in any dtype; the rest is
         zero. What is written to nvme must have been waited for.
@@ -516,19 +506,23 @@ class FlatGradients:
 class TakenGradients:
     """The gradients of one flat that a step works on. `release()` when the step is over."""
 
-    def __init__(self, gradients: FlatGradients, held: Mapping[str, tuple[Held, Place]]) -> None:
+    def __init__(self, gradients: FlatGradients, held: Mapping[str, Where]) -> None:
         self._gradients, self._held = gradients, held
 
-    def operands(self, lo: int, hi: int, carver: Carver, *, on_device: bool) -> GradientOperands:
-        """The gradients of all parameters that meet the elements `[lo, hi)`."""
-        return GradientOperands(self._gradients, self._held, lo, hi, carver, on_device=on_device)
+    def where(self, name: str) -> Where:
+        """The plane that the gradient of a parameter is in, of which something is here."""
+        return self._held[name]
 
-    def staged(self) -> list[PlaneSpec]:
-        """What a kernel on the host works on copies of."""
-        # What is empty has no plane, and needs none.
-        held = {where for name, where in self._held.items() if self._gradients._entries[name].slot.numel}
-        planes = [self._gradients._plane(*where) for where in held]
-        return [plane.spec for plane in planes if plane.staged]
+    def operands(
+        self, lo: int, hi: int, planes: Iterable[Where], carver: Carver, *, on_device: bool
+    ) -> GradientOperands:
+        """What `planes` hold of the elements `[lo, hi)`."""
+        return GradientOperands(self._gradients, planes, lo, hi, carver, on_device=on_device)
+
+    def staged(self, planes: Iterable[Where]) -> list[PlaneSpec]:
+        """Those of `planes` that a kernel on the host works on copies of."""
+        found = [self._gradients._plane(*where) for where in planes]
+        return [plane.spec for plane in found if plane.staged]
 
     def release(self) -> None:
         """Gives the memory back. Idempotent."""
@@ -537,23 +531,24 @@ class TakenGradients:
 
 
 class GradientOperands:
-    """The gradients that meet one chunk, brought to where the kernel runs."""
+    """The gradients of one chunk, brought to where the kernel runs."""
 
     def __init__(
         self,
         gradients: FlatGradients,
-        held: Mapping[str, tuple[Held, Place]],
+        planes: Iterable[Where],
         lo: int,
         hi: int,
         carver: Carver,
         *,
         on_device: bool,
     ) -> None:
-        self._gradients, self._held, self._lo = gradients, held, lo
-        self._parts: dict[tuple[Held, Place], Operand] = {}
-        for kind, place, start, stop in gradients._chunk_planes(held, lo, hi):
+        self._parts: dict[Where, Operand] = {}
+        for kind, place in planes:
+            start, stop = gradients._span(place)
             plane = gradients._plane(kind, place)
-            self._parts[kind, place] = Operand(plane, start, stop, carver, on_device=on_device)
+            part = Operand(plane, max(lo, start), min(hi, stop), carver, on_device=on_device)
+            self._parts[kind, place] = part
 
     @property
     def parts(self) -> list[Operand]:
@@ -567,9 +562,9 @@ class GradientOperands:
         for part in self._parts.values():
             part.ready()
 
-    def place(self, slot: Slot, lo: int) -> tuple[Tensor, int]:
-        """The tensor that holds the gradient of `slot`, and where in it that of the flat's element `lo` is."""
-        part = self._parts[self._held[slot.name]]
+    def place(self, where: Where, lo: int) -> tuple[Tensor, int]:
+        """The tensor that is this plane, and where in it the flat's element `lo` is."""
+        part = self._parts[where]
         return part.tensor, lo - part.lo
 
 

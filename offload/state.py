@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offload.gradients import FlatGradients, GradientOperands, Held, TakenGradients
+from offload.gradients import FlatGradients, GradientOperands, Held, TakenGradients, Where
 from offload.layout import BLOCK, WHOLE, Division, Flat, Slot, ceil_to
 from offload.planes import Carver, Completion, Operand, Plane, SlotQueue, granule
 from offload.schedule.ahead import ChunkRead
@@ -39,6 +39,17 @@ class Update:
 
     slot: Slot
     hyper: AdamWHyper
+
+
+class Run(NamedTuple):
+    """The elements `[start, end)` of a flat that a step updates with the same hyperparameters, and the plane that holds
+    their gradients.
+    """
+
+    start: int
+    end: int
+    hyper: AdamWHyper
+    where: Where
 
 
 def state_specs(fmt: StateFormat, flat: Flat) -> tuple[PlaneSpec, ...]:
@@ -279,20 +290,38 @@ class FlatState:
     def jobs(self, updates: Sequence[Update], gradients: TakenGradients) -> Iterator[ChunkJob]:
         """The chunks that hold a parameter to update, in order."""
         self.last_chunks = []
-        for lo, hi in self._pieces(0, self.flat.padded, self.start, self.end, self._step_chunk(gradients)):
-            parts = [u for u in updates if u.slot.numel and u.slot.offset < hi and lo < u.slot.end]
-            if parts:
-                job = ChunkJob(self, lo, hi, parts, gradients, first=not self.last_chunks)
-                self.last_chunks.append((lo, hi, not job.weight_follows))
-                yield job
+        runs = list(_runs(updates, gradients, self.start, self.end))
+        kept = self._kept(updates)
+        begin = 0
+        for lo, hi in self._pieces(0, self.flat.padded, self.start, self.end, self._step_chunk(gradients, runs)):
+            while begin < len(runs) and runs[begin].end <= lo:
+                begin += 1
+            end = begin
+            while end < len(runs) and runs[end].start < hi:
+                end += 1
+            if begin < end:
+                follows = kept is not None and next(_meets(kept, lo, hi), None) is None
+                first = not self.last_chunks
+                self.last_chunks.append((lo, hi, not follows))
+                yield ChunkJob(self, lo, hi, runs[begin:end], gradients, first=first, weight_follows=follows)
 
-    def _step_chunk(self, gradients: TakenGradients) -> int:
+    def _kept(self, updates: Sequence[Update]) -> list[Slot] | None:
+        """The parameters whose weights a step leaves alone; None if the weights are what is updated: only a format that
+        keeps a whole master apart writes them without having read them.
+        """
+        if "master" not in self.planes:
+            return None
+        updated = {update.slot.name for update in updates}
+        return [slot for slot in self.flat.slots if slot.name not in updated]
+
+    def _step_chunk(self, gradients: TakenGradients, runs: Sequence[Run]) -> int:
         """Elements of a chunk of a step: as many as a slot holds of what passes through it. Slots have room for a chunk
         of everything, but what rests in host memory stays there; large chunks keep the disk busy while threads wait for
         a processor, and there are fewer of them.
         """
         staging = self.memory.staging
-        specs = [plane.spec for plane in (self.weight, *self.planes.values()) if plane.staged] + gradients.staged()
+        specs = [plane.spec for plane in (self.weight, *self.planes.values()) if plane.staged]
+        specs += gradients.staged({run.where for run in runs})
         if self.on_device or staging is None or not specs:
             return self.chunk
         unit = granule([*specs, self.weight.spec, *(plane.spec for plane in self.planes.values())])
@@ -417,19 +446,17 @@ class ChunkJob:
         state: FlatState,
         lo: int,
         hi: int,
-        updates: Sequence[Update],
+        runs: Sequence[Run],
         gradients: TakenGradients,
         *,
-        first: bool = True,
+        first: bool,
+        weight_follows: bool,
     ) -> None:
-        self.state, self.lo, self.hi, self.updates, self._first = state, lo, hi, updates, first
-        self._taken = gradients
+        self.state, self.lo, self.hi, self._first = state, lo, hi, first
+        self._runs, self._taken = runs, gradients
         self._read: ChunkRead | None = None
         self._gradients: GradientOperands | None = None
-        updated = {u.slot.name for u in updates}
-        self.weight_follows = "master" in state.planes and all(
-            slot.name in updated for slot, _, _ in _meets(state.flat.slots, lo, hi)
-        )
+        self.weight_follows = weight_follows
         """Whether the weight plane is only written: the format keeps a whole master apart, and every parameter here is
         updated.
         """
@@ -447,7 +474,10 @@ class ChunkJob:
         self._read = read
         if self._first:  # writes that begin later are of this very step, of chunks that no other one reads
             self.state.wait_written()
-        self._gradients = self._taken.operands(self.lo, self.hi, read.carver, on_device=self.state.on_device)
+        planes = dict.fromkeys(run.where for run in self._runs)
+        self._gradients = self._taken.operands(
+            self.lo, self.hi, planes, read.carver, on_device=self.state.on_device
+        )
         read.fetch(weight=not self.weight_follows)
         self._gradients.fetch()
 
@@ -474,7 +504,7 @@ class ChunkJob:
             planes = {name: operand.tensor for name, operand in operands.items()}
             kernels.steps_(self.state.fmt.name, planes, self._parts(), grad_scale=grad_scale)
             spans.end(self)
-            after = _put_back(operands.values())
+            after = _written_together(_put_back(operands.values()))
             self.state.note_writes([c for c in after if isinstance(c, Ticket)])
             if deliver is not None:
                 deliver(self.lo, self.hi, weight.on_host)
@@ -494,13 +524,37 @@ class ChunkJob:
         self._read = None
 
     def _parts(self) -> Iterator[tuple[int, int, Tensor, int, AdamWHyper]]:
-        """The ranges of `kernels.steps_`, one of each update."""
+        """The ranges of `kernels.steps_`, one of each run."""
         assert self._gradients is not None
-        for update in self.updates:
-            slot = update.slot
-            start, stop = max(self.lo, slot.offset), min(self.hi, slot.end)
-            plane, first = self._gradients.place(slot, start)
-            yield start - self.lo, stop - start, plane, first, update.hyper
+        for run in self._runs:
+            start, stop = max(self.lo, run.start), min(self.hi, run.end)
+            plane, first = self._gradients.place(run.where, start)
+            yield start - self.lo, stop - start, plane, first, run.hyper
+
+
+def _runs(updates: Sequence[Update], gradients: TakenGradients, lo: int, hi: int) -> Iterator[Run]:
+    """The updates of what is in `[lo, hi)`, in order of their elements; those that lie side by side, with the same
+    hyperparameters and gradients in the same plane, are one.
+
+    The kernels' arithmetic is that of an element, or of a group at whose multiples every parameter begins, so a run
+    gives the bits that its parts would.
+    """
+    start = end = 0
+    hyper: AdamWHyper | None = None
+    where: Where | None = None
+    for update in sorted(updates, key=lambda update: update.slot.offset):
+        slot = update.slot
+        offset, stop = slot.offset, slot.end
+        if not slot.numel or offset >= hi or stop <= lo:
+            continue
+        place = gradients.where(slot.name)
+        if offset != end or update.hyper is not hyper or place != where:
+            if hyper is not None and where is not None:
+                yield Run(start, end, hyper, where)
+            start, hyper, where = offset, update.hyper, place
+        end = stop
+    if hyper is not None and where is not None:
+        yield Run(start, end, hyper, where)
 
 
 def _meets(slots: Sequence[Slot], lo: int, hi: int) -> Iterator[tuple[Slot, int, int]]:
@@ -521,6 +575,13 @@ def _bring(operands: Iterable[Operand]) -> None:
 def _put_back(operands: Iterable[Operand]) -> list[Completion]:
     completions = [operand.put_back() for operand in operands]
     return [c for c in completions if c is not None]
+
+
+def _written_together(completions: Sequence[Completion]) -> list[Completion]:
+    """The same with one ticket for all."""
+    tickets = [c for c in completions if isinstance(c, Ticket)]
+    others = [c for c in completions if not isinstance(c, Ticket)]
+    return [Ticket.gather(tickets), *others] if tickets else others
 
 
 def _bits(dtype: torch.dtype) -> torch.dtype:

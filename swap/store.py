@@ -215,8 +215,8 @@ class SwapStore:
     ) -> Ticket:
         """Start reading bytes ``[offset, offset + nbytes)`` of ``extent`` into the start of ``buffer``.
 
-        ``buffer`` is a contiguous CPU tensor of any dtype, or a region; ``nbytes`` defaults to all of it; ``offset`` is a
-        multiple of 4096. Exactly ``nbytes`` of the buffer are written. Lower ``priority`` is served first. Direct
+        ``buffer`` is a contiguous CPU tensor of any dtype, or a region; ``nbytes`` defaults to all of it; ``offset`` is
+        a multiple of 4096. Exactly ``nbytes`` of the buffer are written. Lower ``priority`` is served first. Direct
         transfers want a page-aligned buffer and whole pages; anything else is right too, but copied once more.
         ValueError for a range outside the extent or an unfit buffer.
         """

@@ -178,6 +178,8 @@ class Updates:
         self._pending: dict[int, UnitUpdate] = {}
         self._ahead = ReadAhead()
         self._reading_ahead = False
+        self._started = 0
+        """Chunks of updates that have a staging slot; the worker's."""
         self._error: BaseException | None = None
         self.told = False
         """Whether somebody has met the error."""
@@ -363,8 +365,7 @@ class Updates:
         """Whether a read ahead may take a slot, see [Note: slots]."""
         staging = self._memory.staging
         assert staging is not None
-        started = sum(update.started for update in self._pending.values())
-        return started + len(self._ahead) < staging.count - 2
+        return self._started + len(self._ahead) < staging.count - 2
 
     def _read_ahead(self) -> bool:
         """Begins to read one chunk of an update that cannot run yet, or of one to come; False if it may not, or there
@@ -388,6 +389,7 @@ class Updates:
             source = self._queue.acquire() if wait else self._queue.try_acquire()
         if source is not None:
             update.start_next(source)
+            self._started += 1
         return source is not None
 
     def _run(self, update: UnitUpdate) -> None:
@@ -405,6 +407,7 @@ class Updates:
                 while self._read_ahead():
                     pass
             update.finish_next(self._memory, self._queue)
+            self._started -= 1
         with self._changed:
             self._pending.pop(update.index, None)
             update.end(None)
@@ -421,6 +424,7 @@ class Updates:
         for update in pending:
             update.abandon(self._queue)
             update.end(error)
+        self._started = 0
         self._ahead.forget()
         with contextlib.suppress(Exception):
             self._queue.drain()
