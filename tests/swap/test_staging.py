@@ -193,3 +193,30 @@ def test_a_slot_released_while_the_pool_is_locked_reaches_the_next_waiter() -> N
         with pool._lock:
             slot.release()
         assert pool.acquire(timeout=30).index == 0
+
+
+def test_parts_of_a_slot_are_looked_at_once_and_go_with_the_pool() -> None:
+    budget = Budget({})
+    pool = StagingPool(budget, 2 * PAGE, 2 * PAGE)
+    with pool.acquire() as slot:
+        part = slot.part(PAGE, PAGE, torch.float32)
+        part.tensor.fill_(2.0)
+        assert part.tensor.shape == (PAGE // 4,) and part.address == part.tensor.data_ptr()
+        assert part.address == slot.tensor.data_ptr() + PAGE
+        assert part.nbytes == part.view.nbytes == PAGE and bytes(part.view[:4]) == b"\0\0\0\x40"
+    with pytest.raises(SwapError, match="after its release"):
+        slot.part(PAGE, PAGE, torch.float32)
+    again = pool.acquire()
+    assert again.part(PAGE, PAGE, torch.float32) is part
+    assert again.part(0, PAGE, torch.float32) is not part
+    for size in range(1, 200):  # of very many sizes not all are kept
+        assert again.part(0, size, torch.uint8).nbytes == size
+    assert len(again._parts) < 100
+    pool.close()
+    assert budget.used("host") == 2 * PAGE
+    del part
+    assert again.part(PAGE, PAGE, torch.float32).nbytes == PAGE
+    again.release()
+    del again, slot
+    gc.collect()
+    assert budget.used("host") == 0
