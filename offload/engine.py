@@ -288,7 +288,7 @@ class Engine(Together, CheckpointAccess, Growth, HandingOver):
 
     def _norm(self, held: Sequence[ParameterRecord]) -> tuple[float, str | None]:
         """The norm of the accumulated gradients as they rest, and the first parameter whose gradient is not finite."""
-        partials = [self._gradients(record).square_sums(record.slot) for record in held]
+        partials = self._square_sums(held)
         if self._cluster is not None:
             partials = self._cluster.assemble_partials(held, partials)
         norm = kernels.total_norm(partials)

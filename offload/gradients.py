@@ -394,6 +394,20 @@ class FlatGradients:
             entry.partials = kernels.square_sums(plane.view(*self._range(entry))).cpu()
         return entry.partials
 
+    def sum_squares(self) -> None:
+        """Has `square_sums` of every parameter known, as far as the CPU can address the gradients: in one call."""
+        self.settle_all()
+        entries, parts = [], []
+        for entry in self._entries.values():
+            if entry.held is Held.NOTHING or entry.partials is not None or entry.slot.numel == 0:
+                continue
+            plane = self._locate(entry, entry.held)
+            if plane.tensor is not None and plane.on_host:
+                entries.append(entry)
+                parts.append((plane.tensor, entry.slot.offset - plane.base, entry.slot.numel))
+        for entry, sums in zip(entries, kernels.square_sums_of(parts), strict=True):
+            entry.partials = sums
+
     def take(self) -> TakenGradients:
         """Hands what has been summed over to a step: from now on no gradient is held here.
 

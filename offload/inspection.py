@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,13 @@ class StateAccess(ABC):
 
     def _gradients(self, record: ParameterRecord) -> Any:
         return self._state(record).gradients
+
+    def _square_sums(self, records: Sequence[ParameterRecord]) -> list[Tensor]:
+        """`FlatGradients.square_sums` of each."""
+        for state in self._states.values():
+            if state.gradients is not None:
+                state.gradients.sum_squares()
+        return [self._gradients(record).square_sums(record.slot) for record in records]
 
     def access(
         self, records: Iterable[ParameterRecord], *, modified: Iterable[ParameterRecord] = ()

@@ -7,7 +7,7 @@ the native kernels where these are available, all others to the torch reference;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,7 @@ __all__ = [
     "round_weight_",
     "set_threads",
     "square_sums",
+    "square_sums_of",
     "step_",
     "total_norm",
 ]
@@ -109,6 +110,28 @@ def square_sums(grad: Tensor) -> Tensor:
     check_plane("grad", grad, GRAD_DTYPES)
     chosen = native.for_tensors(grad)
     return reference.square_sums(grad) if chosen is None else chosen.square_sums(grad)[0]
+
+
+def square_sums_of(parts: Sequence[tuple[Tensor, int, int]]) -> list[Tensor]:
+    """`square_sums` of ranges of planes, in one call: each of `parts` is (plane, first element, number of elements).
+
+    Raises:
+        ValueError: a plane that does not fit, or a range that leaves its plane.
+    """
+    lengths: dict[int, int] = {}  # by identity: mostly one plane for all
+    for plane, start, count in parts:
+        length = lengths.get(id(plane))
+        if length is None:
+            check_plane("grad", plane, GRAD_DTYPES)
+            length = lengths[id(plane)] = plane.numel()
+        if not 0 <= start <= start + count <= length:
+            raise ValueError(f"a range of {count} elements from {start} on in a plane of {length}")
+    if not parts:
+        return []
+    chosen = native.for_tensors(*{id(plane): plane for plane, _, _ in parts}.values())
+    if chosen is not None:
+        return chosen.square_sums_of(parts)
+    return [reference.square_sums(plane[start : start + count]) for plane, start, count in parts]
 
 
 def copy_square_sums(out: Tensor, grad: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from optimizer_cpu.formats import StateFormat
 from optimizer_cpu.reference import AdamWHyper, AdamWScalars
 from optimizer_cpu.threads import get_threads
 
-INTERFACE = 3
+INTERFACE = 4
 REFERENCE = "reference"
 FORMAT_CODES = {"fp32": 0, "split": 1, "compact": 2}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -162,6 +162,17 @@ class Backend:
         )
         return partials, None if first < 0 else int(first)
 
+    def square_sums_of(self, parts: Sequence[tuple[Tensor, int, int]]) -> list[Tensor]:
+        """`parts`: as for `kernels.square_sums_of`, checked."""
+        ranges = []
+        blocks = []
+        for plane, start, count in parts:
+            ranges.append((plane.data_ptr() + start * plane.element_size(), DTYPE_CODES[plane.dtype], count))
+            blocks.append(-(-count // reference.BLOCK))
+        partials = torch.empty(sum(blocks), dtype=torch.float64)
+        self.module.square_sums_of(self.isa, ranges, address(partials), get_threads(), _PER_THREAD)
+        return list(torch.split(partials, blocks))
+
     def accumulate(self, acc: Tensor, contribution: Tensor) -> None:
         count = acc.numel()
         self.module.accumulate(
@@ -240,6 +251,8 @@ def _self_test(backend: Backend) -> None:
     partials, bad = backend.square_sums(grad)
     if bad is not None or not torch.equal(partials, reference.square_sums(grad)):
         raise RuntimeError(f"native sums of squares ({backend.isa}) do not reproduce the reference on this machine")
+    if not torch.equal(backend.square_sums_of([(grad, 3, count - 3)])[0], reference.square_sums(grad[3:])):
+        raise RuntimeError(f"native sums of ranges ({backend.isa}) do not reproduce the reference on this machine")
 
 
 _lock = threading.Lock()

@@ -127,6 +127,30 @@ std::int64_t square_sums(const std::string& isa, int grad_type, Address grad, Ad
     return bad == elements ? -1 : static_cast<std::int64_t>(bad);
 }
 
+// Address of the gradient, code of its dtype, elements.
+using SumRange = std::array<std::uint64_t, 3>;
+
+// The partials of each range, in order, one after the other.
+void square_sums_of(const std::string& isa, const std::vector<SumRange>& ranges, Address partials, int threads,
+                    std::size_t per_thread) {
+    if (per_thread == 0) throw std::invalid_argument("per_thread must be positive");
+    for (const auto& range : ranges) {
+        check_index("gradient dtype", static_cast<int>(std::min<std::uint64_t>(range[1], kGradTypes)), kGradTypes);
+    }
+    const KernelTable& table = table_of(isa);
+    double* out = pointer<double>(partials);
+    for (const auto& [gradient, grad_type, elements] : ranges) {
+        const SquareSumsFn kernel = table.square_sums[grad_type];
+        const void* grad = pointer(static_cast<Address>(gradient));
+        const std::size_t useful = std::max<std::size_t>(1, elements / per_thread);
+        const int parts = static_cast<int>(std::min<std::size_t>(useful, static_cast<std::size_t>(std::max(threads, 1))));
+        parallel_ranges(process_pool(), elements, kBlock, parts, [&](int, std::size_t begin, std::size_t end) {
+            kernel(grad, nullptr, out, begin, end);
+        });
+        out += (elements + kBlock - 1) / kBlock;
+    }
+}
+
 void accumulate(const std::string& isa, int grad_type, Address acc, Address contribution, std::size_t elements,
                 int threads) {
     check_index("gradient dtype", grad_type, kGradTypes);
@@ -148,7 +172,7 @@ void stream(const std::string& isa, Address data, float factor, std::size_t elem
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // an interpreter that exits on a signal may keep objects alive; that is no leak of ours
     using Release = nb::call_guard<nb::gil_scoped_release>;
-    m.attr("interface") = 3;  // optimizer_cpu/native.py refuses another number
+    m.attr("interface") = 4;  // optimizer_cpu/native.py refuses another number
     m.def("compiled_isas", &compiled_isas);
     m.def("supported_isas", &supported_isas);
     m.def("workers", [] { return process_pool().workers(); });
@@ -156,6 +180,7 @@ NB_MODULE(_native, m) {
     m.def("convert", &convert, Release());
     m.def("round_weight", &round_weight, Release());
     m.def("square_sums", &square_sums, Release());
+    m.def("square_sums_of", &square_sums_of, Release());
     m.def("accumulate", &accumulate, Release());
     m.def("stream", &stream, Release());
 }

@@ -227,6 +227,28 @@ def test_a_copy_to_other_memory_than_the_gradients_is_refused():
             kernels.copy_square_sums(wrong, x)
 
 
+@pytest.mark.parametrize("isa", [*ISAS, "reference"])
+def test_square_sums_of_many_ranges(isa):
+    """Those of each range alone, whatever lies beside it, of several planes and dtypes at once."""
+    native.force(isa)
+    planes = [torch.randn(100_000).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    planes[1][70_000] = math.inf
+    cuts = [(0, 64), (64, 10), (128, 4096), (5, 0), (3, 4097), (1, 99_999), (70_000, 1)]
+    parts = [(plane, start, count) for start, count in cuts for plane in planes]
+    found = kernels.square_sums_of(parts)
+    assert len(found) == len(parts) and kernels.square_sums_of([]) == []
+    for sums, (plane, start, count) in zip(found, parts, strict=True):
+        expected = reference.square_sums(plane[start : start + count])
+        assert sums.dtype == torch.float64 and sums.shape == expected.shape
+        assert torch.equal(sums.nan_to_num(), expected.nan_to_num()), (start, count)
+    for start, count in ((-1, 5), (99_999, 2), (0, -1)):
+        with pytest.raises(ValueError, match="a range of"):
+            kernels.square_sums_of([(planes[0], start, count)])
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.square_sums_of([(planes[0][::2], 0, 5)])
+
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 def test_square_sums_and_first_bad_element(isa, dtype):
