@@ -84,6 +84,13 @@ def huge_parameters(units: int = 3, width: int = 2048) -> tuple[nn.Module, Tenso
     return nn.Sequential(*(_Huge(width) for _ in range(units))), torch.ones(_BATCH, width)
 
 
+def lone_parameters() -> tuple[nn.Module, Tensor]:
+    """As many units as `huge_parameters` has, of one matrix each, with next to no bytes: what of the other's time is
+    not its memory's.
+    """
+    return huge_parameters(width=64)
+
+
 def _copy_seconds(source: Tensor, target: Tensor) -> float:
     """Seconds of the thread for one copy of memory that was used a while ago."""
     torch.ones(_EVICTED)
@@ -155,7 +162,7 @@ def run(
         with tempfile.TemporaryDirectory(prefix="offload-overhead-", dir=path) as folder:
             results = [
                 measure(build, name=name, device=device, tier=tier, rounds=rounds, folder=Path(folder))
-                for name, build in (("small", small_parameters), ("huge", huge_parameters))
+                for name, build in (("small", small_parameters), ("huge", huge_parameters), ("lone", lone_parameters))
                 for device in devices
                 for tier in ("device", "host", "nvme")
             ]
@@ -172,6 +179,6 @@ def run(
         )
     lines.append(
         "ms of the computing thread per unit and pass, beyond the plain model's; units hold as many parameters each; "
-        "copy: of backward, what copying a unit's gradients takes"
+        "copy: of backward, what copying a unit's gradients takes; lone: huge with matrices of 64 x 64"
     )
     return "\n".join(lines)

@@ -44,13 +44,13 @@ def test_two_thousand_parameters_in_fifty_units(model: str, case: Case, swap_fol
 def test_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small, huge = overhead.small_parameters, overhead.huge_parameters
     monkeypatch.setattr(overhead, "small_parameters", lambda: small(units=3, each=5))
-    monkeypatch.setattr(overhead, "huge_parameters", lambda: huge(width=64))
+    monkeypatch.setattr(overhead, "huge_parameters", lambda **_: huge(width=64))
     result = CliRunner().invoke(main, ["bench", "overhead", str(tmp_path), "--json", "--rounds", "1"])
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
     assert found["limit_ms"] == overhead.LIMIT
     assert {(r["model"], r["tier"]) for r in found["results"]} == {
-        (m, t) for m in ("small", "huge") for t in ("device", "host", "nvme")
+        (m, t) for m in ("small", "huge", "lone") for t in ("device", "host", "nvme")
     }
     assert all(r["plain_forward_ms"] > 0 and r["step_ms"] > 0 for r in found["results"])
     assert list(tmp_path.iterdir()) == [] and torch.get_num_threads() == 1
