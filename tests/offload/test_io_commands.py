@@ -74,11 +74,21 @@ def test_bench_io_over_two_paths_as_a_table(tmp_path: Path) -> None:
     assert "[swap]" in done.output and "delta" in done.output and "fio did not run" in done.output
 
 
+@pytest.mark.parametrize(("version", "needed"), [(None, "900 TiB"), ("fio-3", "1.76 PiB")])
+def test_bench_io_counts_the_space_that_fio_takes_too(
+    version: str | None, needed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fio, "available", lambda: version)
+    done = CliRunner().invoke(main, ["bench", "io", str(tmp_path), "--bytes", "900TiB"])
+    assert done.exit_code == 2 and f"needs {needed} but" in done.output, done.output
+
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["/nowhere", "--no-fio"], ["/nowhere", "memory.nvme_paths"]),
-        (["{path}", "--bytes", "900TiB"], ["PiB", "--bytes"]),
+        (["{path}", "--bytes", "900TiB", "--no-fio"], ["needs 900 TiB", "--bytes"]),
         (["{path}", "--bytes", "many"], ["many"]),
         (["{path}", "--request", "1000B", "--no-fio"], ["whole pages"]),
     ],
