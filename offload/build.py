@@ -22,7 +22,7 @@ from offload.config import Config
 from offload.errors import PlanError, UnsupportedModelError
 from offload.initialization import Creator, InitFn, materialise
 from offload.layout import WHOLE, Division, ParameterSpec, UnitLayout, layout_unit
-from offload.machine import free_disk, host_memory, return_freed_memory
+from offload.machine import free_disk, host_memory, map_large_blocks_apart, return_freed_memory
 from offload.optimizer import default_groups
 from offload.parallel.kept import after_forward, check_limit
 from offload.parallel.ranks import Ranks
@@ -395,6 +395,8 @@ def open_memory(blueprint: Blueprint, faults: FaultPlan | None) -> TierMemory:
     `faults` goes beneath its engine.
     """
     plan, limits, config = blueprint.plan, blueprint.limits, blueprint.config
+    if blueprint.device.kind != "cuda":
+        map_large_blocks_apart()  # activations are host memory
     budget = Budget({"device": limits.device, "host": limits.host, "nvme": limits.nvme})
     memory = TierMemory(device=blueprint.device, budget=budget, poison=blueprint.device.kind == "sim")
     memory.spans.recording = config.log.trace

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -92,3 +95,38 @@ def test_free_disk_counts_each_filesystem_once_and_missing_folders_with_their_pa
     both = free_disk([tmp_path, tmp_path / "a", tmp_path / "not" / "there"])
     assert both == pytest.approx(free, rel=0.2)
     assert free_disk([]) == 0
+
+
+_BLOCKS = """
+import ctypes, sys
+from offload.machine import map_large_blocks_apart
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+done = map_large_blocks_apart()
+libc.free(libc.malloc(31 << 20))  # from now on glibc would take such blocks from its heap
+below, block, above = libc.malloc(1 << 20), libc.malloc(30 << 20), libc.malloc(1 << 20)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+ctypes.memset(block, 1, 30 << 20)
+full = resident()
+libc.free(block)
+print(done, full - resident() > 25 << 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap of another C library")
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "True True"),  # a freed block goes back to the system though others lie behind it
+        ({"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "33554432"}, "False False"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432:glibc.malloc.top_pad=0"}, "False False"),
+    ],
+)
+def test_large_blocks_are_mapped_apart(environment: dict[str, str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BLOCKS], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == said.split(), done.stderr
