@@ -30,6 +30,9 @@ def main(text: str) -> dict[str, Any]:
     spec = json.loads(text)
     if spec["system"] == "offload":
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from offload.machine import map_large_blocks_apart
+
+        map_large_blocks_apart()  # as `offload train` does: before there is a heap to speak of
     import torch
 
     from offload.models import presets

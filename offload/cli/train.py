@@ -15,6 +15,7 @@ from offload.cli.checks import check, unwritable
 from offload.cli.failures import NOT_SAVED, USER_ERROR, exit_status, reported
 from offload.config import DEFAULT_FILE, Config, ConfigError, load_config
 from offload.interruption import FORCE_AFTER_SECONDS, LAUNCHED_SECONDS, Interruption
+from offload.machine import map_large_blocks_apart
 from offload.parallel.job import Follower, Job, launched_ranks
 from offload.telemetry import Progress, RunDirectory, dump_json
 
@@ -38,6 +39,7 @@ def train_command(
     and end the run with status 143 or 138; a second signal ends it at once. Under torchrun a signal to any rank ends
     all of them so. A run whose last checkpoint could not be saved ends with status 3.
     """
+    map_large_blocks_apart()  # `initialize` does so too, but by then there are holes from building the model
     apart = FORCE_AFTER_SECONDS if launched_ranks() == 1 else LAUNCHED_SECONDS
     with reported(debug=debug), Interruption(apart) as interruption:
         try:
