@@ -122,7 +122,7 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-_MAPPED_FROM = 24 << 20
+MAPPED_FROM = 24 << 20
 """Bytes from which blocks of the C library's heap are mapped apart."""
 _KEPT_AT_END = 64 << 20
 """Bytes that may stay free at the end of the heap; as many as glibc comes to by itself."""
@@ -145,7 +145,7 @@ def map_large_blocks_apart() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT_AT_END))
+    return bool(mallopt(_MMAP_THRESHOLD, MAPPED_FROM)) and bool(mallopt(_TRIM_THRESHOLD, _KEPT_AT_END))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

@@ -1,8 +1,8 @@
 """How much memory the C library's heap takes for a sequence of allocations.
 
-glibc maps blocks of more than its threshold apart, and gives them back at once. The threshold follows the largest such
-block freed so far, up to 32 MiB; whatever is smaller is carved from one heap (best fit, neighbours joined), whose top
-never comes down while anything near it is alive. So a process holds more than the bytes that are alive in it.
+glibc maps blocks from its threshold on apart (`machine.map_large_blocks_apart` sets it), and gives them back at once.
+Whatever is smaller is carved from one heap (best fit, neighbours joined), whose top never comes down while anything
+near it is alive. So a process holds more than the bytes that are alive in it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
-LARGEST_THRESHOLD = 32 << 20
+from offload.machine import MAPPED_FROM
+
 _LEAST = 64
 """Bytes that blocks are rounded up to."""
 
 
 class Heap:
-    """A heap that has served blocks of up to `LARGEST_THRESHOLD` before, as after a first step."""
+    """A heap, empty at first."""
 
     def __init__(self) -> None:
         self.top = self.apart = self.peak = 0
@@ -30,7 +31,7 @@ class Heap:
         nbytes = -(-nbytes // _LEAST) * _LEAST
         if nbytes == 0:
             return
-        if nbytes > LARGEST_THRESHOLD:
+        if nbytes >= MAPPED_FROM:
             self.apart += nbytes
             self._blocks[name] = (-1, nbytes)
         else:
