@@ -43,6 +43,7 @@ from offload.residency import Residency, Unit
 from offload.schedule.activations import Activations, Tally
 from offload.schedule.visitor import Visitor
 from offload.telemetry.trace import COMPUTE
+from offload.turning import Turning
 from offload.turns import Turn
 
 _no_function, _graph_task = torch._C.DisableTorchFunctionSubclass, torch._C._current_graph_task_id
@@ -116,6 +117,7 @@ class Binding:
         self.lock = residency.lock
         self._spans = residency.memory.spans
         self.order = VisitOrder(prefetch_units)
+        self._turning = Turning(residency, self.order)
         self.on_unit_backward: Callable[[Unit], None] | None = None
         self.on_backward_end: Callable[[], None] | None = None
         """Called in the thread of an outermost backward when it is over."""
@@ -241,6 +243,8 @@ class Binding:
             else:
                 self.visitor.entering(units, graded=torch.is_grad_enabled())
         self._spans.begin(COMPUTE, f"{'recompute' if in_backward else 'forward'} {units[0].name}", frame)
+        if not in_backward:
+            self._turning.visit(units[0])
         # All loads begin before the first wait. A load that nobody leases yet may have to give way meanwhile.
         self._residency.begin(units[0])
         for unit in units[1:]:
@@ -320,6 +324,8 @@ class Binding:
         use, visit, tally = frame.use, frame.visit, frame.tally
         # After an error, what was saved is about to be dropped with the graph.
         well = sys.exc_info()[1] is frame.handled
+        if use is not None and well and self.visitor is None and self._residency.gather is None:
+            frame.again = self._turning.leave(units)
         self._leave(activity)
         if tally is not None and well:
             tally.ended()
@@ -502,6 +508,8 @@ class Binding:
         """Ends the oldest leases for speed that free memory, other than of `unit` and of each running backward's
         latest.
         """
+        if self._turning.give_way(unit):
+            return True
         visitor = self.visitor
         paused = [] if visitor is None else [a for a in self._activities if visitor.paused(a.thread)]
         waiting = {id(self._tasks[graph]) for a in paused for graph in a.tasks if graph in self._tasks}

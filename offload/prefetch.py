@@ -31,10 +31,15 @@ class VisitOrder:
         self._last_backward = False
         self._begun = 0.0
         self._seen: set[int] = set()
+        self._left: Unit | None = None
+        self._turns: set[int] = set()
 
     def visit(self, unit: Unit, *, backward: bool) -> list[Unit]:
         """Records a visit and returns the units expected next, nearest first."""
         last = self._last
+        if self._left is not None:
+            (self._turns.add if backward and self._left is unit else self._turns.discard)(self._left.index)
+            self._left = None
         if last is not unit or backward != self._last_backward:
             now = self._clock()
             if last is not None and backward == self._last_backward:
@@ -47,6 +52,13 @@ class VisitOrder:
         self._seen.add(unit.index)
         self._last, self._last_backward = unit, backward
         return self._expected(unit, backward)
+
+    def leave(self, unit: Unit) -> bool:
+        """Records that a forward of `unit` ends, and returns whether its backward is expected next: the last time
+        nothing was visited in between.
+        """
+        self._left = unit
+        return unit.index in self._turns
 
     def _note(self, unit: Unit, backward: bool, seconds: float) -> None:
         before = self._seconds[backward].get(unit.index, seconds)

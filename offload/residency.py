@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from offload.parallel.kept import KeptShard
 
 _KEPT = "what is kept for a backward"
-"""The holder of a lease that only saves another gather."""
+"""The holder of a lease that only saves another load or gather."""
 _NO_CONTEXT = contextlib.nullcontext()
 _NOTHING = 1e-4  # seconds that a wait for what is there already may take
 
@@ -147,7 +147,7 @@ class Unit:
     """What loading it took the last time, as far as is known: an upper bound where nobody had to wait for it."""
     _started: float = 0.0
     expected: int = 0
-    """Forwards that have used weights of other ranks and whose backward will again."""
+    """Forwards that have used what is kept for their backwards: weights of other ranks, or of a unit that stays."""
     views: dict[int, int] = field(default_factory=dict)
     """Address of a live Storage -> index of the flat it holds."""
 
@@ -262,7 +262,7 @@ class Residency:
 
     def release(self, unit: Unit, holder: object, *, again: bool = False) -> None:
         """Gives up the lease of `holder`, if it has one; after the last one the unit rests. `again`: a backward will
-        use the unit once more; what `gather` keeps for it stays until `used_again`.
+        use the unit once more; it stays until `used_again`, or of a gathered one what `gather` keeps for that.
 
         Raises:
             SwapIOError: parameters were written in place and could not be stored; the lease is given up even so.
@@ -275,15 +275,20 @@ class Residency:
                 if opened and list(unit.holders.values()).count(True) == 1:
                     self.keep_writes(unit)
             finally:
-                if again and self.gather is not None and self.gather.kept is not True and unit.divided:
-                    unit.expected += 1
-                    if self.gather.keeps_whole:
-                        unit.holders[_KEPT] = False
+                if again:
+                    self._expect(unit)
                 del unit.holders[holder]
                 if opened and not unit.open:
                     _set_class(unit, OffloadedParameter)
                 if not unit.holders:
                     self._rest(unit)
+
+    def _expect(self, unit: Unit) -> None:
+        if self.gather is not None and (self.gather.kept is True or not unit.divided):
+            return
+        unit.expected += 1
+        if self.gather is None or self.gather.keeps_whole:
+            unit.holders[_KEPT] = False
 
     def used_again(self, unit: Unit, times: int = 1) -> None:
         """Backwards have used the unit: after the last that is expected, nothing is kept for them."""
@@ -293,11 +298,15 @@ class Residency:
                 if not unit.expected:
                     self._let_go(unit)
 
-    def let_go(self) -> None:
-        """No backward is to come: nothing is kept for one."""
+    def let_go(self, units: Sequence[Unit] | None = None) -> bool:
+        """No backward of `units` (all by default) is to come: nothing is kept for one. Returns whether one rests now
+        that did not before.
+        """
         with self.lock:
-            for unit in self.units:
+            kept = [u for u in (self.units if units is None else units) if u.expected or _KEPT in u.holders]
+            for unit in kept:
                 self._let_go(unit)
+            return any(unit.phase is Phase.RESTING for unit in kept)
 
     def _let_go(self, unit: Unit) -> None:
         unit.expected = 0

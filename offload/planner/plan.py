@@ -205,6 +205,7 @@ class _Planner:
             micro_batches=count,
             visits=visits,
             aliases_host=self.aliases_host,
+            last=self.shapes.last,
         )
         return Setting(
             units=blueprint.layouts,

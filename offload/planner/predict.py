@@ -247,8 +247,9 @@ def _lead(setting: Setting, speeds: Speeds, names: Sequence[str]) -> float:
     visits = setting.course.visits
     if not visits:
         return 0.0
+    at_hand = setting.course.turning == len(visits) - 1
     for name, visit in (("forward", visits[0]), ("backward", visits[-1])):
-        if name not in names:
+        if name not in names or (name == "backward" and at_hand):
             continue
         flats = [(u, f, flat) for u in visit for f, flat in enumerate(setting.units[u].flats)]
         on_disk = [flat for u, f, flat in flats if setting.plan.flats[u, f].weight is Tier.NVME]

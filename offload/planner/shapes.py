@@ -64,7 +64,8 @@ class StepShapes:
     `forward` and `backward` count each kind of operation; `forward_by_unit` is the part of forward's FLOPs and bytes
     under each unit's root. `kept`: bytes alive after forward (what autograd saved, outputs); `peak`: the largest number
     at any time, without parameters and their gradients; `boundaries`: bytes of the units' outputs;
-    `heap`: the most bytes that the heap takes for it all, with what it keeps of freed blocks.
+    `last`: the units of the root that is left last; `heap`: the most bytes that the heap takes for it all, with what it
+    keeps of freed blocks.
     """
 
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class StepShapes:
     backward: dict[str, int] = field(default_factory=dict)
     forward_by_unit: dict[int, dict[str, int]] = field(default_factory=dict)
     visits: list[list[int]] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)
     kept: int = 0
     peak: int = 0
     heap: int = 0
@@ -284,6 +286,8 @@ def _units_noted(specs: Sequence[UnitSpec], recorder: _Recorder) -> Iterator[Non
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             recorder.unit = stack.pop() if stack else None
+            if recorder.counts is shapes.forward:
+                shapes.last = [spec.index, *spec.borrows]
             if recorder.counts is shapes.forward and spec.kind != "container":
                 sizes = [_shape_of(t).nbytes for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
                 shapes.boundaries += sum(sizes)

@@ -1,8 +1,8 @@
 """Bytes that a step moves, from where every plane rests. Pure arithmetic over a plan.
 
 Weights that rest where they cannot be computed on are brought for every visit of a unit: in forward and in backward,
-once for each micro-batch, or once a step if micro-batches run layer by layer. The first visit after an update that runs
-beside it (`deferred`, `eager`) gets the new weights from the update.
+once for each micro-batch, or once a step if micro-batches run layer by layer; the last one of a forward stays for the
+backward. The first visit after an update that runs beside it (`deferred`, `eager`) gets the new weights from that.
 """
 
 from __future__ import annotations
@@ -22,13 +22,22 @@ from optimizer_cpu.formats import PlaneSpec, StateFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
-    """How a step runs. `visits`: for every root that a forward calls, the units that it leases."""
+    """How a step runs. `visits`: for every root that a forward calls, the units that it leases. `last`: those of the
+    root that a forward leaves last (by default, of the last visit), which stay for the backward.
+    """
 
     schedule: str
     layer_major: bool
     micro_batches: int
     visits: Sequence[Sequence[int]]
     aliases_host: bool
+    last: Sequence[int] = ()
+
+    @property
+    def turning(self) -> int:
+        """Which visit a forward leaves last: its units are on the device when the backward begins."""
+        last = list(self.last or self.visits[-1]) if self.visits else []
+        return max((i for i, visit in enumerate(self.visits) if list(visit) == last), default=-1)
 
     def stays_in_memory(self, unit: int) -> bool:
         """Whether gradients of `unit` that are placed on nvme never go there.
@@ -52,13 +61,14 @@ def step_work(
     """The bytes of each phase; `compute` is left at zero."""
     forward = backward = optimizer = Work()
     updated: set[int] = set()
-    for visit in course.visits:
+    for position, visit in enumerate(course.visits):
+        back = 0 if position == course.turning else course.passes
         for u in visit:
             for f, flat in enumerate(units[u].flats):
                 work = _load(flat, plan.flats[u, f].weight, course)
                 given = 0.0 if u in updated else _handed_on(flat, course)
                 forward += work.scaled(course.passes - given)
-                backward += work.scaled(course.passes)
+                backward += work.scaled(back)
             updated.add(u)
     for u, unit in enumerate(units):
         for f, flat in enumerate(unit.flats):

@@ -234,9 +234,9 @@ def test_views_kept_beyond_the_lease(case: Case, swap_folder: Path) -> None:
         handle.remove()
         expected = pair.plain.blocks[1].up.weight.detach().clone()
         pair.both(lambda model: model(inputs()))
+        assert pair.engine.step().stepped
         assert pair.engine.resident_units() == []
         assert pair.leased() > 0  # held by the views alone
-        assert pair.engine.step().stepped
         for view, want in zip(kept, (expected, expected[1:3], expected.t()), strict=True):
             assert torch.equal(view, want)
         kept.clear()
@@ -429,10 +429,11 @@ def test_units_are_loaded_once_per_pass(swap_folder: Path) -> None:
         pair.train(square(inputs(grad=True)), steps=2)
         before = pair.engine.counters()["unit_loads"]
         pair.backward(square(inputs(grad=True)))
-        assert pair.engine.counters()["unit_loads"] - before == 2 * 6
+        # The head, with which the forward ends and the backward begins, stays in between.
+        assert pair.engine.counters()["unit_loads"] - before == 2 * 6 - 1
         with torch.no_grad():
             pair.engine(inputs())
-        assert pair.engine.counters()["unit_loads"] - before == 3 * 6
+        assert pair.engine.counters()["unit_loads"] - before == 3 * 6 - 1
         pair.step()
 
 
