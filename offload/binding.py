@@ -325,7 +325,7 @@ class Binding:
         # After an error, what was saved is about to be dropped with the graph.
         well = sys.exc_info()[1] is frame.handled
         if use is not None and well and self.visitor is None and self._residency.gather is None:
-            frame.again = self._turning.leave(units)
+            frame.again = self._turning.leave(use)
         self._leave(activity)
         if tally is not None and well:
             tally.ended()

@@ -25,7 +25,7 @@ from swap.geometry import PAGE, format_bytes
 KINDS = ("parameters", "optimizer", "gradients")
 MAX_CHUNK = 1 << 20
 MAX_STAGING_SLOTS = 4
-AHEAD_BYTES, AHEAD_SLOTS, AHEAD_FROM = 128 << 20, 16, 1 << 20
+AHEAD_BYTES, AHEAD_SLOTS, AHEAD_FROM = 192 << 20, 24, 1 << 20
 """Staging, where states rest in swap files: at most so many bytes and slots of them can be read before their step, if a
 slot has so many bytes; smaller ones are read in no time.
 """

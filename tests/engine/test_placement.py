@@ -233,8 +233,8 @@ def test_small_staging_names_the_minimum() -> None:
     [
         (4, 16, "nvme", AMPLE, 4),  # the states of all units are four chunks
         (9, 16, "nvme", AMPLE, 9),
-        (40, 16, "nvme", AMPLE, 16),
-        (40, 256, "nvme", AMPLE, 6),  # 128 MiB
+        (40, 16, "nvme", AMPLE, 24),
+        (40, 256, "nvme", AMPLE, 9),  # 192 MiB
         (40, 16, "nvme", 16 * MIB, 4),  # an eighth of the host budget: four smaller chunks
         (40, 4, "nvme", AMPLE, 4),  # small chunks
         (40, 16, "auto", AMPLE, 4),

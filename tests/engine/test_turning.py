@@ -102,9 +102,12 @@ def test_what_stayed_in_vain_goes(device: str, swap_folder: Path) -> None:
         for loss in losses:  # the backward then loads it
             loss.backward()
         pair.step()
-        # Nor does it outlive a forward whose backward never comes.
+        # Nor does it outlive the graph, or the step.
         pair.train(run)
         pair.both(lambda model: run(model).detach())
+        assert pair.engine.resident_units() == []
+        pair.train(run)
+        pair.both(lambda model: losses.append(run(model)) or losses[-1].detach())
         assert pair.engine.resident_units() == ["head"]
         pair.engine.zero_grad()
         assert pair.engine.resident_units() == []

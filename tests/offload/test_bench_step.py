@@ -94,9 +94,9 @@ def test_floors_follow_from_rates_and_bytes(tmp_path: Path, monkeypatch: pytest.
     parameters = 438_081_024
     assert rows["plain 1x"]["floor_seconds"] == pytest.approx(1.2 + 40 * parameters / 10e9)
     # compact states: 3.125 bytes read and written beside forward, which takes less, but for what is read in backward:
-    # as many chunks of the first units as 128 MiB of staging have slots, less two
+    # as many chunks of the first units as 192 MiB of staging have slots, less two
     slot = staging_bytes_per_chunk(get_format("compact"), [torch.bfloat16], torch.float32, 1 << 20)
-    read = 3.125 * parameters - ((128 << 20) // slot - 2) * slot
+    read = 3.125 * parameters - ((192 << 20) // slot - 2) * slot
     written = 3.125 * parameters
     disk = max(read / 2e9, written / 1e9) + 0.5 * min(read / 2e9, written / 1e9)
     assert rows["offload (a) 1x"]["schedule"] == "deferred"
