@@ -262,6 +262,7 @@ class Growth(StateAccess):
     def _require_rest(self, action: str) -> None:
         self._binding.unwind()
         self._binding.reset()
+        self._residency.let_go()
         if busy := self._residency.busy_units():
             raise OffloadError(
                 f"{action} while {', '.join(busy[:3])} {'is' if len(busy) == 1 else 'are'} in use: "

@@ -151,3 +151,19 @@ def test_it_gives_way_to_what_needs_the_room(device: str, swap_folder: Path) -> 
         assert head.loads == loads + 1
         pair.step()
         pair.nothing_resident()
+
+
+@DEVICES
+def test_nothing_stays_while_the_states_are_away(device: str, swap_folder: Path) -> None:
+    with paired(Stack(3), placed(device, "nvme"), swap_folder) as pair:
+        run = square(inputs(grad=True))
+        pair.train(run, steps=2)
+        losses: list[Tensor] = []
+        pair.both(lambda model: losses.append(run(model)) or losses[-1].detach())
+        assert pair.engine.resident_units() == ["head"]
+        pair.engine.offload_states()
+        assert pair.engine.resident_units() == []
+        pair.engine.reload_states()
+        for loss in losses:
+            loss.backward()
+        pair.step()
