@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def loads(pair: Pair) -> dict[str, int]:
 
 def new_loads(pair: Pair, before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in loads(pair).items()}
+
+
+def forwards(pair: Pair, run: Callable[[Any], Tensor]) -> list[Tensor]:
+    """The losses of both models, whose graphs they hold, after a forward and before its backward."""
+    losses: list[Tensor] = []
+    pair.both(lambda model: losses.append(run(model)) or losses[-1].detach())
+    return losses
 
 
 def test_order_knows_where_passes_turn() -> None:
@@ -93,8 +101,7 @@ def test_what_stayed_in_vain_goes(device: str, swap_folder: Path) -> None:
     with paired(Stack(3), placed(device, "nvme"), swap_folder) as pair:
         run = square(inputs(grad=True))
         pair.train(run, steps=2)
-        losses: list[Tensor] = []
-        pair.both(lambda model: losses.append(run(model)) or losses[-1].detach())
+        losses = forwards(pair, run)
         assert pair.engine.resident_units() == ["head"] and pair.engine._residency.busy_units() == []
         with torch.no_grad():
             pair.both(lambda model: model.blocks[0](inputs()))
@@ -107,7 +114,7 @@ def test_what_stayed_in_vain_goes(device: str, swap_folder: Path) -> None:
         pair.both(lambda model: run(model).detach())
         assert pair.engine.resident_units() == []
         pair.train(run)
-        pair.both(lambda model: losses.append(run(model)) or losses[-1].detach())
+        losses = forwards(pair, run)
         assert pair.engine.resident_units() == ["head"]
         pair.engine.zero_grad()
         assert pair.engine.resident_units() == []
@@ -137,8 +144,7 @@ def test_it_gives_way_to_what_needs_the_room(device: str, swap_folder: Path) -> 
     with paired(Stack(3), placed(device, "nvme"), swap_folder) as pair:
         run = square(inputs(grad=True))
         pair.train(run, steps=2)
-        losses: list[Tensor] = []
-        pair.both(lambda model: losses.append(run(model)) or losses[-1].detach())
+        losses = forwards(pair, run)
         residency = pair.engine._residency
         head = next(unit for unit in residency.units if unit.name == "head")
         loads = head.loads
@@ -158,8 +164,7 @@ def test_nothing_stays_while_the_states_are_away(device: str, swap_folder: Path)
     with paired(Stack(3), placed(device, "nvme"), swap_folder) as pair:
         run = square(inputs(grad=True))
         pair.train(run, steps=2)
-        losses: list[Tensor] = []
-        pair.both(lambda model: losses.append(run(model)) or losses[-1].detach())
+        losses = forwards(pair, run)
         assert pair.engine.resident_units() == ["head"]
         pair.engine.offload_states()
         assert pair.engine.resident_units() == []
