@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,21 @@ def loads(pair: Pair) -> dict[str, int]:
 
 def new_loads(pair: Pair, before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in loads(pair).items()}
+
+
+@contextlib.contextmanager
+def staying(device: str, folder: Path) -> Iterator[tuple[Pair, list[Tensor]]]:
+    """A pair between a forward and its backward, with the losses of both models: the head has stayed."""
+    with paired(Stack(3), placed(device, "nvme"), folder) as pair:
+        run = square(inputs(grad=True))
+        pair.train(run, steps=2)
+        losses = forwards(pair, run)
+        assert pair.engine.resident_units() == ["head"] and pair.engine._residency.busy_units() == []
+        yield pair, losses
+        for loss in losses:
+            loss.backward()
+        pair.step()
+        pair.nothing_resident()
 
 
 def forwards(pair: Pair, run: Callable[[Any], Tensor]) -> list[Tensor]:
@@ -98,20 +114,19 @@ def test_a_root_that_is_left_last_stays(swap_folder: Path) -> None:
 
 @DEVICES
 def test_what_stayed_in_vain_goes(device: str, swap_folder: Path) -> None:
-    with paired(Stack(3), placed(device, "nvme"), swap_folder) as pair:
+    with staying(device, swap_folder) as (pair, _):
+        with torch.no_grad():
+            pair.both(lambda model: model.blocks[0](inputs()))
+        assert "head" not in pair.engine.resident_units()  # the backward then loads it
+
+
+def test_it_outlives_neither_its_graph_nor_the_step(swap_folder: Path) -> None:
+    with paired(Stack(3), placed("cpu", "nvme"), swap_folder) as pair:
         run = square(inputs(grad=True))
         pair.train(run, steps=2)
         losses = forwards(pair, run)
-        assert pair.engine.resident_units() == ["head"] and pair.engine._residency.busy_units() == []
-        with torch.no_grad():
-            pair.both(lambda model: model.blocks[0](inputs()))
-        assert "head" not in pair.engine.resident_units()
-        for loss in losses:  # the backward then loads it
-            loss.backward()
-        pair.step()
-        # Nor does it outlive the graph, or the step.
-        pair.train(run)
-        pair.both(lambda model: run(model).detach())
+        assert pair.engine.resident_units() == ["head"]
+        losses.clear()
         assert pair.engine.resident_units() == []
         pair.train(run)
         losses = forwards(pair, run)
@@ -141,34 +156,19 @@ def test_backwards_of_several_forwards(swap_folder: Path) -> None:
 
 @DEVICES
 def test_it_gives_way_to_what_needs_the_room(device: str, swap_folder: Path) -> None:
-    with paired(Stack(3), placed(device, "nvme"), swap_folder) as pair:
-        run = square(inputs(grad=True))
-        pair.train(run, steps=2)
-        losses = forwards(pair, run)
+    with staying(device, swap_folder) as (pair, _):
         residency = pair.engine._residency
         head = next(unit for unit in residency.units if unit.name == "head")
         loads = head.loads
-        assert residency.resident_units() == ["head"]
         while residency.make_room():
             pass
         assert residency.resident_units() == []
-        for loss in losses:
-            loss.backward()
-        assert head.loads == loads + 1
-        pair.step()
-        pair.nothing_resident()
+    assert head.loads == loads + 1
 
 
 @DEVICES
 def test_nothing_stays_while_the_states_are_away(device: str, swap_folder: Path) -> None:
-    with paired(Stack(3), placed(device, "nvme"), swap_folder) as pair:
-        run = square(inputs(grad=True))
-        pair.train(run, steps=2)
-        losses = forwards(pair, run)
-        assert pair.engine.resident_units() == ["head"]
+    with staying(device, swap_folder) as (pair, _):
         pair.engine.offload_states()
         assert pair.engine.resident_units() == []
         pair.engine.reload_states()
-        for loss in losses:
-            loss.backward()
-        pair.step()
